@@ -105,7 +105,11 @@ class ServiceConfig:
         },
     )
     tls_server_name: str = field(
-        default="", metadata={"help": "Name that peers' certificates must hold; empty: the address that is called."}
+        default="",
+        metadata={
+            "help": "Name that peers' certificates must hold, {role} in it for what is expected to answer "
+            "({role}.kvmesh.internal); empty: the address that is called."
+        },
     )
 
 

@@ -11,6 +11,13 @@ def test_the_lock_meets_what_is_required() -> None:
     assert lock_requirements.misfits() == [], "run: python -m scripts.lock_requirements"
 
 
+def test_the_image_is_made_of_the_lock() -> None:
+    text = (lock_requirements.ROOT / "compose" / "Dockerfile").read_text(encoding="utf-8")
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S*)$", text, re.MULTILINE))
+    given = {"LOCKED": "yes", "EXTRAS": lock_requirements.EXTRAS, "PYTHON": lock_requirements.PYTHON}
+    assert {name: defaults[name] for name in given} == given
+
+
 def test_every_package_has_hashes_and_no_index_is_named() -> None:
     text = lock_requirements.LOCK.read_text(encoding="utf-8")
     packages = re.findall(r"^(\S+)==\S+((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)

@@ -232,6 +232,8 @@ class BlockService:
         ssd_path."""
         if self._tiering is not None:
             await self._tiering.open()
+            if self._tiering.missing:
+                self.removals.leave_out_tier()
             for level in self._tiering.levels:
                 self.announce_tier(level.tier, level.source)
 
@@ -301,13 +303,22 @@ class BlockService:
         """See `store_orders.StoreOrders`."""
         return self.removals.removed_seq
 
-    async def bury(self, tombstones: Sequence[pb_store.Tombstone]) -> None:
+    @property
+    def lasting_seq(self) -> int | None:
+        """See `store_orders.StoreOrders`."""
+        return self.removals.lasting_seq
+
+    async def bury(self, tombstones: Sequence[pb_store.Tombstone], asked_ns: int) -> None:
         """See `store_orders.StoreOrders`."""
         await self.removals.apply(tombstones)
+        if not tombstones:
+            self.removals.heard_all(asked_ns)
 
-    def beat_answered(self, answer: pb_store.BeatResponse) -> None:
+    def beat_answered(self, answer: pb_store.BeatResponse, asked_ns: int) -> None:
         """Carries out what the master's answer to a heartbeat says of this node: removals, whether it drains,
         quotas."""
+        if not answer.tombstones:
+            self.removals.heard_all(asked_ns)
         if answer.tombstones and not self._closed and (self._burying is None or self._burying.done()):
             self._burying = self._spawn(self.removals.apply(answer.tombstones), "apply tombstones")
         if answer.draining != self.draining:

@@ -3,6 +3,7 @@
     <model> B<block tokens> G<name>:<kind and keep>:<shape> G...      a family: what all cuts of these objects share
     <family> #<group>                                                  whole objects of one group, of one partition
     <family> #<group> L<first>+<count>H<first>+<count>|...             likewise, as ranks cut them: one entry a rank
+                                                                       (T<turn>/<turns> behind it where they take turns)
 
 A key and a group name an object within a family. `<model>` says what the bytes depend on beyond the key: weights and
 dtype. Kind is A, W, C or S, "?" marks an optional group, and a shape is layers x planes x heads x tokens x dim x bytes
@@ -25,7 +26,7 @@ _KINDS = {CacheKind.ALL: "A", CacheKind.WINDOW: "W", CacheKind.CHUNK: "C", Cache
 _KIND_OF = {letter: kind for kind, letter in _KINDS.items()}
 _GROUP = re.compile(r" G([\w.-]+):([AWCS])(\d{1,9})(\??):(\d{1,6})x(\d{1,3})x(\d{1,6})x(\d{1,6})x(\d{1,9})x(\d{1,3})")
 _FAMILY = re.compile(rf"([^#]+?) B(\d{{1,6}})((?:{_GROUP.pattern})+)")
-_CUT = re.compile(r"L(\d{1,6})\+(\d{1,6})H(\d{1,6})\+(\d{1,6})")
+_CUT = re.compile(r"L(\d{1,6})\+(\d{1,6})H(\d{1,6})\+(\d{1,6})(?:T(\d{1,4})/(\d{1,4}))?")
 _NAME = re.compile(r"[\w.-]+")
 MAX_TEXT = 1000  # characters of a family: layouts have 1,024 on the wire
 
@@ -79,7 +80,7 @@ class ObjectFamily:
         text = f"{self.text} #{number}"
         if not cuts or tuple(cuts) == (whole,):
             return text
-        return f"{text} " + "|".join(f"L{c.first_layer}+{c.layers}H{c.first_head}+{c.kv_heads}" for c in cuts)
+        return f"{text} " + "|".join(map(_cut_text, cuts))
 
     def wholes(self) -> dict[int, GroupPlace]:
         """Returns, of each group, where a node that keeps whole objects has it."""
@@ -103,6 +104,11 @@ class PartLayout:
     family: ObjectFamily
     group: int
     cuts: tuple[ShardLayout, ...]
+
+
+def _cut_text(cut: ShardLayout) -> str:
+    text = f"L{cut.first_layer}+{cut.layers}H{cut.first_head}+{cut.kv_heads}"
+    return text if cut.turns == 1 else f"{text}T{cut.turn}/{cut.turns}"
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +145,7 @@ def part_of(layout: str) -> PartLayout | None:
     for cut in cuts.split("|") if cuts else ():
         if (said := _CUT.fullmatch(cut)) is None:
             return None
-        first, layers, head, heads = map(int, said.groups())
+        first, layers, head, heads = map(int, said.groups()[:4])
         try:
             found.append(
                 ShardLayout(
@@ -152,6 +158,8 @@ def part_of(layout: str) -> PartLayout | None:
                     head,
                     whole.planes,
                     whole.group,
+                    int(said[5] or 0),
+                    int(said[6] or 1),
                 )
             )
         except ConfigError:

@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 
 from kvmesh.errors import KvmeshError, Overloaded, UnknownInstance
 from kvmesh.rpc import channels
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.fastpath.caller import FastCaller, FoundPaths
 from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
@@ -123,7 +124,7 @@ class PeerPool:
         peer = self._peers.get(address)
         new = peer is None
         if peer is None:
-            channel = channels.connect(address)
+            channel = channels.connect(address, ServerRole.NODE)
             peer = self._peers[address] = Peer(address, channel, node_calls(address, channel, self._transports))
         self._peers.move_to_end(address)
         peer.users += 1

@@ -60,6 +60,8 @@ class PutJob:
     checksums: tuple[int, ...] = ()
     ticket: int = 0
     ticket_offset: int = 0
+    removed_seq: int = 0  # the last removal that the caller knows of; 0: none
+    removed_ns: int = 0  # by when it was over, by the clock of leases
 
 
 @dataclass
@@ -121,6 +123,9 @@ class Puts:
         room for no block."""
         if self._ranks != 1:
             raise InvalidRequest.of("layout", job.layout, f"a block has shards of {self._ranks} ranks here")
+        if job.removed_seq and not await self._heard_of_removals(job):
+            why = f"removed_seq={job.removed_seq}: this node has yet to hear of removals up to this one"
+            return bytes(len(job.keys)), Unavailable(why, field="removed_seq")
         name = self._caller(job)
         self._segments.share(name)
         putting = _Putting(job, self._removals.watch())
@@ -152,6 +157,13 @@ class Puts:
         return held, type(told)("; ".join(one.message for one in reasons), field=told.field)
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────
+
+    async def _heard_of_removals(self, job: PutJob) -> bool:
+        """Waits a little until this node has heard of what the caller knows to be removed. Else a node that could not
+        be asked, as it was frozen, would call a block held that it is about to remove, or remove the one that it is
+        put now."""
+        left_s = (job.deadline_ns - self._clock_ns()) / NS
+        return await self._removals.wait_heard(job.removed_seq, job.removed_ns, max(0.0, min(ROOM_S, left_s / 2)))
 
     def _caller(self, job: PutJob) -> str:
         """Opens the caller's segment at the rank, and returns its name."""

@@ -22,6 +22,7 @@ from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc.pb import store_pb2 as pb_store
+from kvmesh.tiers.ssd.disk import medium_failed
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,10 @@ class RemovalApplier:
         self._lower_keys = lower_keys
         self._path = None if folder is None else folder / FILE
         self._removals = Removals(0 if again else _read(self._path))
+        # What was applied to a tier that is left out in this life; None: none is left out.
+        self.lasting_seq: int | None = None
         self._applying = asyncio.Lock()
+        self._advanced = asyncio.Event()
         # Called for each removed block in the turn of the loop in which it goes, and with a prefix before that: for
         # those who keep copies that no store knows of.
         self.listeners: list[Callable[[NotHere], None]] = []
@@ -65,6 +69,11 @@ class RemovalApplier:
     def removed_seq(self) -> int:
         """The last applied tombstone, for the master."""
         return self._removals.applied
+
+    def leave_out_tier(self) -> None:
+        """Notes that a tier is left out: what is removed from now on is still there when the node starts again, so
+        nothing is written down, and the master is told to tell it again then."""
+        self.lasting_seq, self._path = self._removals.applied, None
 
     @property
     def reached(self) -> int:
@@ -87,9 +96,30 @@ class RemovalApplier:
         """Removes blocks from every tier, also for after a restart; returns how many there were. What is being written
         or pulled will not be sealed. Raises Unavailable when not all could be written: the removal is to be repeated
         then."""
+        if seq and self._removals.carried_out(seq):
+            return 0
         removed = await self._remove(keys, prefix, seq)
         self._removals.direct(seq)
+        self._advance()
         return removed
+
+    def heard_all(self, asked_ns: int) -> None:
+        """See `Removals.heard_all`."""
+        self._removals.heard_all(asked_ns)
+        self._advance()
+
+    async def wait_heard(self, seq: int, over_ns: int, timeout_s: float) -> bool:
+        """Waits until this node has heard of every removal up to `seq` and carried it out, see `Removals.has_heard`;
+        returns whether it has within `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._removals.has_heard(seq, over_ns):
+                    await self._advanced.wait()
+        return self._removals.has_heard(seq, over_ns)
+
+    def _advance(self) -> None:
+        self._advanced.set()
+        self._advanced = asyncio.Event()
 
     async def _remove(self, keys: Sequence[bytes], prefix: bytes, seq: int) -> int:
         self._removals.removing(keys, prefix, seq)
@@ -122,6 +152,7 @@ class RemovalApplier:
                 self._removals.done(tombstone.seq)
                 log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)
             self._removals.done(last)
+            self._advance()
             if self._path is not None:
                 try:
                     await asyncio.to_thread(_write, self._path, last)
@@ -155,12 +186,15 @@ async def _matching(names: Sequence[bytes], prefix: bytes) -> AsyncIterator[Sequ
 
 
 def _read(path: Path | None) -> int:
-    if path is None or not path.exists():
-        return 0
     try:
-        return int(path.read_text("ascii"))
+        return int(path.read_text("ascii")) if path is not None and path.exists() else 0
     except (OSError, ValueError) as error:
-        raise ConfigError(f"ssd_path={str(path.parent)!r}: {FILE} cannot be read: {error}", field="ssd_path") from None
+        if medium_failed(error):
+            log.warning("%s cannot be read (%s): the master is asked for all removals", path, error)
+            return 0
+        raise ConfigError(
+            f"ssd_path={str(path and path.parent)!r}: {FILE} cannot be read: {error}", field="ssd_path"
+        ) from None
 
 
 def _write(path: Path, seq: int) -> None:

@@ -124,6 +124,7 @@ class Removals:
         self._reached = applied
         self._remembered = Remembered(applied)
         self._direct: OrderedDict[int, None] = OrderedDict()
+        self._heard_ns = 0  # when the master was asked that last answered that no tombstone is left
         self._watches: set[Watch] = set()
 
     @property
@@ -135,6 +136,21 @@ class Removals:
     def reached(self) -> int:
         """The last removal up to which all have been carried out: the master asks directly in order, or not at all."""
         return self._reached
+
+    def carried_out(self, seq: int) -> bool:
+        """Whether this removal is over here: an order to do it that comes all the same is late, and the block may have
+        been put again since."""
+        return seq <= self._applied or seq in self._direct
+
+    def heard_all(self, asked_ns: int) -> None:
+        """Notes that the master, asked at this time, knew no tombstone that was still to be applied here."""
+        self._heard_ns = max(self._heard_ns, asked_ns)
+
+    def has_heard(self, seq: int, over_ns: int) -> bool:
+        """Whether nothing is still to be applied here of what was removed up to `seq`, which was over at `over_ns` at
+        the latest. A master that has lost its tombstones never tells of them again: so it is enough that it was asked
+        since and knew of none."""
+        return self._reached >= seq or self._heard_ns >= over_ns
 
     def direct(self, seq: int) -> None:
         """Notes that the removal with this number was carried out on the master's direct order; 0 means that it has no

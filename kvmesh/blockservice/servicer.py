@@ -490,6 +490,8 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
             checksums=tuple(request.checksum),
             ticket=request.ticket,
             ticket_offset=request.ticket_offset,
+            removed_seq=request.removed_seq,
+            removed_ns=self._lease_clock_ns() - request.removed_ago_ms * MS,
         )
 
 

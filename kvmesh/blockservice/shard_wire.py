@@ -11,12 +11,17 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.rpc.pb import common_pb2 as pb
 
 MAX_RANKS = 1024
-FIELDS = tuple(field.name for field in fields(ShardLayout))
+FIELDS = tuple(field.name for field in fields(ShardLayout) if field.name != "turns")
 
 
 def to_wire(layouts: Iterable[ShardLayout]) -> list[pb.ShardLayout]:
     """Returns one message for each rank."""
-    return [pb.ShardLayout(**{name: getattr(layout, name) for name in FIELDS}) for layout in layouts]
+    return [
+        pb.ShardLayout(
+            **{name: getattr(layout, name) for name in FIELDS}, turns=layout.turns if layout.turns > 1 else 0
+        )
+        for layout in layouts
+    ]
 
 
 def from_wire(messages: Sequence[pb.ShardLayout], field: str) -> tuple[ShardLayout, ...]:
@@ -24,7 +29,10 @@ def from_wire(messages: Sequence[pb.ShardLayout], field: str) -> tuple[ShardLayo
     if len(messages) > MAX_RANKS:
         raise InvalidRequest.of(field, f"{len(messages)} ranks", f"at most {MAX_RANKS}")
     try:
-        return tuple(ShardLayout(**{name: getattr(message, name) for name in FIELDS}) for message in messages)
+        return tuple(
+            ShardLayout(**{name: getattr(message, name) for name in FIELDS}, turns=message.turns or 1)
+            for message in messages
+        )
     except ConfigError as error:
         raise InvalidRequest(f"{field}: {error.message}", field=field) from None
 

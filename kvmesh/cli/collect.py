@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from kvmesh.errors import KvmeshError
 from kvmesh.rpc.addresses import split
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import (
     blocks_pb2,
@@ -69,7 +70,7 @@ async def explained(conductors: str, request_id: str) -> dict[str, Any] | None:
 
 
 async def _explained(conductor: str, request_id: str) -> dict[str, Any] | None:
-    channel = connect(conductor)
+    channel = connect(conductor, ServerRole.CONDUCTOR)
     try:
         request = conductor_pb2.ExplainRequest(request_id=request_id)
         return plain(await conductor_pb2_grpc.ConductorStub(channel).Explain(request, timeout=TIMEOUT_S))

@@ -1,4 +1,4 @@
-"""`kvmesh cordon` and `uncordon`: keep new work away from an instance, let it have some again."""
+"""`kvmesh cordon`, `drain` and `uncordon`: keep new work away from an instance, let it have some again."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ LOOK_S = 2.0
 TELL_S = 10.0  # the conductor tells Redis and the store master first
 STATES = {0: "open", 1: "cordoned", 2: "draining"}
 
+Reason = Annotated[str, typer.Option(help="For those who read `kvmesh status`.")]
+Wait = Annotated[
+    bool | None,
+    typer.Option(
+        "--wait/--no-wait",
+        help="Show what is left until it is drained. By default only on a terminal.",
+        show_default=False,
+    ),
+]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for the drain.", min=0.1)]
 Instance = Annotated[str, typer.Argument(help="Its name, as `kvmesh status` shows it.")]
 Conductors = Annotated[
     str | None,
@@ -36,16 +46,9 @@ Conductors = Annotated[
 def cordon(
     instance: Instance,
     drain: Annotated[bool, typer.Option("--drain", help="Also move the last replicas of its blocks away.")] = False,
-    reason: Annotated[str, typer.Option(help="For those who read `kvmesh status`.")] = "",
-    wait: Annotated[
-        bool | None,
-        typer.Option(
-            "--wait/--no-wait",
-            help="Show what is left until it is drained. By default only on a terminal.",
-            show_default=False,
-        ),
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the drain.", min=0.1)] = 600.0,
+    reason: Reason = "",
+    wait: Wait = None,
+    timeout: Timeout = 600.0,
     conductor: Conductors = None,
     run_dir: RunDir = None,
 ) -> None:
@@ -58,14 +61,30 @@ def cordon(
         kvmesh cordon decode-1 --reason "a fan fails"
 
         kvmesh cordon prefill-0 --drain
-
-        kvmesh cordon prefill-0 --drain --wait --timeout 120
     """
-    state = 2 if drain else 1
-    was = _say(instance, state, reason, conductor, run_dir)
-    console().print(f"{escape(instance)}: {STATES[state]} (was {was})")
-    if drain and (console().is_terminal if wait is None else wait):
-        _wait(instance, timeout, conductor, run_dir)
+    _set(instance, 2 if drain else 1, reason, conductor, run_dir)
+    if drain:
+        _wait(instance, wait, timeout, conductor, run_dir)
+
+
+@one_line_errors
+def drain(
+    instance: Instance,
+    reason: Reason = "",
+    wait: Wait = None,
+    timeout: Timeout = 600.0,
+    conductor: Conductors = None,
+    run_dir: RunDir = None,
+) -> None:
+    """Keep new work away from an instance, and copy to pool nodes what only it holds, so that it can be stopped.
+
+    The same as `kvmesh cordon --drain`, until `kvmesh uncordon`. Leaves with 1 when that is not so in time, or
+    blocks would be lost. Ctrl-C ends the command, not the drain. Example:
+
+        kvmesh drain prefill-0 --wait --timeout 120
+    """
+    _set(instance, 2, reason, conductor, run_dir)
+    _wait(instance, wait, timeout, conductor, run_dir)
 
 
 @one_line_errors
@@ -76,12 +95,19 @@ def uncordon(instance: Instance, conductor: Conductors = None, run_dir: RunDir =
 
         kvmesh uncordon decode-1
     """
-    was = _say(instance, 0, "", conductor, run_dir)
-    console().print(f"{escape(instance)}: {STATES[0]} (was {was})")
+    _set(instance, 0, "", conductor, run_dir)
 
 
-def _wait(instance: str, timeout_s: float, conductor: str | None, run_dir: Path | None) -> None:
-    """Show the drain until it is over. Raises Unavailable as `draining.watch`."""
+def _set(instance: str, state: int, reason: str, conductor: str | None, run_dir: Path | None) -> None:
+    was = _say(instance, state, reason, conductor, run_dir)
+    console().print(f"{escape(instance)}: {STATES[state]} (was {was})")
+
+
+def _wait(instance: str, wait: bool | None, timeout_s: float, conductor: str | None, run_dir: Path | None) -> None:
+    """Show the drain until it is over, if `wait` (None: if somebody looks on). Raises Unavailable as
+    `draining.watch`."""
+    if not (console().is_terminal if wait is None else wait):
+        return
     from kvmesh.cli import draining
 
     addresses, masters = _whom(conductor, run_dir)
@@ -94,9 +120,7 @@ def _wait(instance: str, timeout_s: float, conductor: str | None, run_dir: Path 
         with draining.shown() as tell:
             done = asyncio.run(watched(tell))
     except KeyboardInterrupt:
-        text = (
-            f"the drain of {instance} goes on without this command: `kvmesh cordon {instance} --drain` shows it again"
-        )
+        text = f"the drain of {instance} goes on without this command: `kvmesh drain {instance}` shows it again"
         console(stderr=True).print(f"{text}, `kvmesh uncordon {instance}` ends it", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     console().print(f"[green]{escape(done)}[/]")
@@ -145,11 +169,12 @@ async def _role(address: str) -> str:
     """In the leadership; "" when it does not answer."""
     import grpc
 
+    from kvmesh.rpc.authorisation import ServerRole
     from kvmesh.rpc.channels import connect
     from kvmesh.rpc.pb import conductor_pb2 as pb
     from kvmesh.rpc.pb import conductor_pb2_grpc
 
-    async with connect(address) as channel:
+    async with connect(address, ServerRole.CONDUCTOR) as channel:
         try:
             stub = conductor_pb2_grpc.ConductorStub(channel)
             return str((await stub.GetStatus(pb.GetConductorStatusRequest(), timeout=LOOK_S)).leadership.role)
@@ -160,11 +185,12 @@ async def _role(address: str) -> str:
 async def _tell(address: str, request: pb.CordonRequest) -> int:
     import grpc
 
+    from kvmesh.rpc.authorisation import ServerRole
     from kvmesh.rpc.channels import connect
     from kvmesh.rpc.pb import conductor_pb2_grpc
     from kvmesh.rpc.status import from_rpc_error
 
-    async with connect(address) as channel:
+    async with connect(address, ServerRole.CONDUCTOR) as channel:
         try:
             return int((await conductor_pb2_grpc.ConductorStub(channel).Cordon(request, timeout=TELL_S)).was)
         except grpc.RpcError as err:

@@ -22,11 +22,12 @@ async def call_instance(address: str, method: str, request: Any, timeout_s: floa
     that none does."""
     import grpc
 
+    from kvmesh.rpc.authorisation import ServerRole
     from kvmesh.rpc.channels import connect
     from kvmesh.rpc.pb import instance_pb2_grpc
     from kvmesh.rpc.status import from_rpc_error
 
-    async with connect(address) as channel:
+    async with connect(address, ServerRole.INSTANCE) as channel:
         try:
             return await getattr(instance_pb2_grpc.InstanceStub(channel), method)(request, timeout=timeout_s)
         except grpc.RpcError as error:

@@ -10,6 +10,7 @@ import ssl
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.channels import CHANNEL_OPTIONS
 from kvmesh.rpc.security import PLAINTEXT, Security
 
@@ -19,8 +20,8 @@ def _channel(address: str, tls: Security) -> grpc.Channel:
     if credentials is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     options: list[tuple[str, str | int]] = [*CHANNEL_OPTIONS]
-    if tls.server_name:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    if name := tls.name_of(ServerRole.MEMBER):
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.secure_channel(address, credentials, options=options)
 
 

@@ -116,12 +116,13 @@ async def scale_hints(conductors: str) -> list[pb.ScaleHint]:
 async def _hints(conductor: str) -> pb.GetScaleHintsResponse | KvmeshError:
     import grpc
 
+    from kvmesh.rpc.authorisation import ServerRole
     from kvmesh.rpc.channels import connect
     from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
     from kvmesh.rpc.status import from_rpc_error
 
     try:
-        async with connect(conductor) as channel:
+        async with connect(conductor, ServerRole.CONDUCTOR) as channel:
             stub = conductor_pb2_grpc.ConductorStub(channel)
             answer: conductor_pb2.GetScaleHintsResponse = await stub.GetScaleHints(
                 conductor_pb2.GetScaleHintsRequest(), timeout=TIMEOUT_S

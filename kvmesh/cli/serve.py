@@ -75,6 +75,12 @@ SERVICES: dict[str, Service] = {
         "Store master: membership and the block map.",
         "--port 7002",
     ),
+    "ranks": Service(
+        "Rank host: runs ranks of instances whose front is on another machine (their --rank-hosts).",
+        "--host 10.0.0.2 --port 7050 --model ./my-model",
+        ("kvmesh.instance.rank_host_config", "RanksConfig"),
+        "kvmesh.instance.rank_host",
+    ),
     "pool": Service(
         "Pool node: memory for KV blocks, without an engine; other nodes put cold blocks there and read them.",
         "--port 7030 --store 127.0.0.1:7002 --memory-mb 4096",

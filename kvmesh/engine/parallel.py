@@ -82,6 +82,10 @@ class Group:
         """Fills `x` with what rank `sender` of the group sends."""
         raise InternalError("a rank that is alone has nobody to receive from")
 
+    def begin_recv(self, x: torch.Tensor, sender: int) -> Callable[[], None]:
+        """Receives as `recv` does, without waiting: what it returns waits. Nobody may touch `x` before."""
+        raise InternalError("a rank that is alone has nobody to receive from")
+
     def agree(self, well: bool) -> bool:
         """Returns whether all ranks say so. It waits for them."""
         return well
@@ -94,7 +98,7 @@ class RanksLost(RuntimeError):
     """Another rank died or did not come in time: this one is in the middle of a step that nobody can finish."""
 
 
-# An instance's ranks are processes of one machine. NCCL's calls return before they are done, so nobody hears in the
+# The ranks of an instance on one machine stay on it. NCCL's calls return before they are done, so nobody hears in the
 # middle of a step that another rank stays away: its watchdog then ends the process (SIGABRT), whose front tells of it.
 # It would wait for a minute before that, to write what only a debugger reads.
 SURROUNDINGS = {
@@ -180,10 +184,14 @@ class ProcessGroup(Group):
             self._distributed.send(x.contiguous(), self.members[to], group=self._handle)
 
     def begin_send(self, x: torch.Tensor, to: int) -> Callable[[], None]:
-        x = x.contiguous()
         with self._together():
-            work = self._distributed.isend(x, self.members[to], group=self._handle)
+            return self._waits(self._distributed.isend(x.contiguous(), self.members[to], group=self._handle))
 
+    def begin_recv(self, x: torch.Tensor, sender: int) -> Callable[[], None]:
+        with self._together():
+            return self._waits(self._distributed.irecv(x, self.members[sender], group=self._handle))
+
+    def _waits(self, work: Any) -> Callable[[], None]:
         def wait() -> None:
             with self._together():
                 work.wait()
@@ -202,13 +210,22 @@ class ProcessGroup(Group):
 class RankMesh:
     """Has all ranks of one instance as one of them sees it, and the groups that they form along their axes. One that
     is connected through `file` is of one machine: the file must not exist before the first rank comes, and belongs to
-    whoever made its folder."""
+    whoever made its folder. With a `store` (torch.distributed's) ranks are on several hosts and compute over
+    `interface` of this one."""
 
     def __init__(
-        self, axes: Axes, rank: int, file: str = "", device: torch.device = CPU, timeout_s: float = 60.0
+        self,
+        axes: Axes,
+        rank: int,
+        file: str = "",
+        device: torch.device = CPU,
+        timeout_s: float = 60.0,
+        store: Any = None,
+        interface: str = "",
     ) -> None:
         self.axes, self.rank, self.place = axes, rank, axes.place(rank)
         self._file, self._device, self._timeout = file, device, timedelta(seconds=timeout_s)
+        self._store, self._interface = store, interface
         self._groups: dict[tuple[int, ...], Group] = {}
         self.tp = self.group("tp")  # shares heads
         self.mlp = self.group(*MLP_AXES)  # shares MLPs, the vocabulary, and experts cut by columns
@@ -237,11 +254,14 @@ class RankMesh:
         if self.axes.world == 1:
             return
         for name, value in SURROUNDINGS.items():
-            os.environ.setdefault(name, value)
+            if self._interface and name.endswith("_SOCKET_IFNAME"):
+                os.environ[name] = self._interface  # declared or found: what the process was started with knew neither
+            else:
+                os.environ.setdefault(name, value)
         distributed: Any = importlib.import_module("torch.distributed")
         on_gpu = self._device.type == "cuda"
         try:
-            store = distributed.FileStore(self._file, self.axes.world)
+            store = self._store or distributed.FileStore(self._file, self.axes.world)
             store.set(f"here/{self.rank}", "")
             store.wait([f"here/{rank}" for rank in range(self.axes.world)], timedelta(seconds=patience_s))
             distributed.init_process_group(
@@ -302,6 +322,7 @@ def check_shares(config: ModelConfig, axes: Axes) -> None:
     if why:
         raise ConfigError(f"tensor_parallel={size}: {why}", field="tensor_parallel")
     _check_mlp(config, axes)
+    _check_context(config, axes)
     copies = size if config.latent is not None else size // min(kv, size)
     if copies % axes.dcp:
         raise ConfigError(
@@ -313,6 +334,19 @@ def check_shares(config: ModelConfig, axes: Axes) -> None:
         raise ConfigError(f"ep={'+'.join(axes.ep)}: {config.architecture} has no experts", field="ep")
     if experts is not None and axes.experts > experts.count:
         raise ConfigError(f"ep={'+'.join(axes.ep)}: {axes.experts} ranks for {experts.count} experts", field="ep")
+
+
+def _check_context(config: ModelConfig, axes: Axes) -> None:
+    """Raises ConfigError where ranks are to share the tokens of contexts that layers see only a part of."""
+    if axes.cp * axes.dcp == 1:
+        return
+    field = "cp" if axes.cp > 1 else "dcp"
+    if config.delta is not None:
+        raise ConfigError(f"{field}={getattr(axes, field)}: layers with states have no context to share", field=field)
+    if any(config.windows) or any(config.chunks):
+        raise ConfigError(
+            f"{field}={getattr(axes, field)}: layers with a window or chunks are not shared by context", field=field
+        )
 
 
 def _check_mlp(config: ModelConfig, axes: Axes) -> None:

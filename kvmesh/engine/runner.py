@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
+from kvmesh.engine.attention.by_context import ContextAttention, ContextPlan
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.axes import Axes
@@ -21,10 +23,12 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, Prefil
 from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
+from kvmesh.engine.context import ContextShare
 from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.moe import count_choices, exchanged_experts
 from kvmesh.engine.models.registry import MODELS
+from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
@@ -87,6 +91,15 @@ def shard_layout(
     )
 
 
+def taking_turns(layout: ShardLayout, axes: Axes, rank: int) -> ShardLayout:
+    """Returns the layout of a rank that shares contexts with others: its pages are every so-manieth block. With an
+    interleave other than one block they are no blocks, and the layout says nothing of turns."""
+    share = ContextShare.of(axes, rank, layout.block_tokens)
+    if share.turns == 1 or share.interleave != layout.block_tokens:
+        return layout
+    return replace(layout, turn=share.turn, turns=share.turns)
+
+
 def pages_over(
     buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str | torch.dtype
 ) -> torch.Tensor:
@@ -133,7 +146,8 @@ class Runner:
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
         self._layers = stage_layers(self.config, mesh.axes, mesh.rank)
-        self.layout = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, self._layers)
+        own_shard = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, self._layers)
+        self.layout = taking_turns(own_shard, mesh.axes, mesh.rank)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:
@@ -150,6 +164,7 @@ class Runner:
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
             self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
+        self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
         self._exchanged = exchanged_experts(self.model.layers)
         self.rounds = share_rounds(self._exchanged)
         self.use_pages(pages, cuda_graphs)
@@ -171,9 +186,11 @@ class Runner:
         self.drop_graphs()
         if not isinstance(pages, torch.Tensor) and is_single(self.config.cache_groups):
             [pages] = pages
-        self.attention: AttentionBackend | GroupedAttention
+        self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
             self.attention = self._backend(pages, range(len(self._layers)))
+            if self.mesh.group("cp", "dcp").size > 1:
+                self.attention = ContextAttention(self.attention, self.mesh)
         else:
             groups = self.groups
             self.attention = GroupedAttention(groups, pages, self._backend, self.model.state_backend)
@@ -243,6 +260,7 @@ class Runner:
         from kvmesh.engine.graphs import MAX_ROWS, DecodeGraphs
         from kvmesh.engine.pieces import PieceGraphs, piece_sizes
 
+        assert not isinstance(self.attention, ContextAttention), "it is not capturable"
         capture = CudaCapture(self.device)  # of both: one pool
         if max_rows != 0:
             room, longest = self.attention.most_tokens, self.config.max_context_tokens
@@ -289,11 +307,14 @@ class Runner:
         rows: DecodeBatch,
         on_layer: Callable[[int], None] | None = None,
         on_scores: Callable[[int, TokenScores], None] | None = None,
+        on_late: Callable[[Callable[[], Chosen]], None] | None = None,
     ) -> tuple[list[SampledToken | None], Chosen]:
         """Computes chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
-        first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made."""
+        first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made.
+        At a stage before the last, `on_late` gets what waits for the rows' tokens, and none are returned; without it
+        the step waits for them."""
         if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -326,23 +347,27 @@ class Runner:
         plan = self._plan(rows, items)
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         if not self._stage.last:
-            return [None] * len(items), self._passed_on(hidden, count)
+            return [None] * len(items), self._passed_on(hidden, count, on_late)
         bad = self._score(items, count, hidden, on_scores) if on_scores is not None else ()
         first, chosen = self._sample(list(wanted), count, len(items), hidden, ready)
         for i in bad:
             first[i] = SampledToken(-1)
         if count and not self._stage.alone:
-            self._stage.share_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
+            self._stage.send_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
         return first, chosen
 
-    def _passed_on(self, hidden: torch.Tensor, rows: int) -> Chosen:
-        """Gives the next stage what this one has computed. Returns the tokens of the decode rows, once the last stage
-        has chosen them."""
+    def _passed_on(
+        self, hidden: torch.Tensor, rows: int, on_late: Callable[[Callable[[], Chosen]], None] | None
+    ) -> Chosen:
+        """Gives the next stage what this one has computed. Returns the tokens of the decode rows once the last stage
+        has chosen them, or gives `on_late` what waits for them."""
         self._stage.send(hidden)
         if rows:
-            tokens = self._stage.share_tokens(torch.empty(rows, dtype=torch.int64, device=self.device))
-            return Chosen(tokens.cpu().numpy(), {})
-        if self.device.type == "cuda":  # a step ends when its work does
+            tokens = self._stage.await_tokens(rows)
+            if on_late is None:
+                return Chosen(tokens().cpu().numpy(), {})
+            on_late(lambda: Chosen(tokens().cpu().numpy(), {}))
+        elif self.device.type == "cuda":  # a step ends when its work does
             torch.cuda.current_stream(self.device).synchronize()
         return Chosen(NOBODY.token_ids, {})
 
@@ -383,7 +408,12 @@ class Runner:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions, on_device)
         if logits is None:
             plan = self._plan(rows, ())
-            logits = self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None)))
+            attend = _attend(plan, None)
+            if isinstance(plan, ContextPlan) and plan.own is not None:
+                hidden = self._hidden_of_own(tokens, plan, attend)
+            else:
+                hidden = self.model.hidden(tokens, plan.positions, attend)
+            logits = self.model.logits(hidden)
         return self._sampler.launch(logits, ready)
 
     def _tables(self, rows: DecodeBatch) -> Sequence[Any]:
@@ -398,8 +428,19 @@ class Runner:
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
+        if isinstance(plan, ContextPlan) and plan.own is not None:
+            return self._hidden_of_own(token_ids, plan, attend)
         hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
         return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
+
+    def _hidden_of_own(
+        self, token_ids: torch.Tensor, plan: ContextPlan, attend: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Computes those of the step's tokens that are this rank's, and gathers all of them over cp."""
+        assert self.shared_tokens is not None and plan.own is not None and plan.back is not None
+        self.shared_tokens.counts = plan.counts
+        hidden = self.model.hidden(token_ids.index_select(0, plan.own), plan.positions, attend)
+        return self.shared_tokens.group.gather_rows(hidden, plan.counts).index_select(0, plan.back)
 
     def _sample(
         self, wanted: Sequence[int], count: int, items: int, hidden: torch.Tensor, ready: Preparation

@@ -6,7 +6,7 @@ of it. The first stage has the embedding, the last one the norm and the head: it
 
 A stage does not wait for the one behind it: what it sends may be on its way while it computes the next step, so that
 chunk k of a prompt is at stage s while chunk k + 1 is at stage s - 1. Only tokens of decode rows go back, from the last
-stage to all others, which compute nothing of the next step before they have them.
+stage to all others, where a row needs its last token before it can go on.
 """
 
 from __future__ import annotations
@@ -85,10 +85,19 @@ class Stage:
             self._sent.popleft()()
         self._sent.append(self._group.begin_send(hidden, self._group.rank + 1))
 
-    def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Fills int64 `tokens [rows]` with what the last stage has there, at every stage. Raises RanksLost."""
-        if self.last:
-            for stage in range(self._group.size - 1):
-                self._group.send(tokens, stage)
+    def send_tokens(self, tokens: torch.Tensor) -> None:
+        """Gives int64 `tokens [rows]` to all stages before, which have asked for them by `await_tokens` before this one
+        computed the step. Raises RanksLost."""
+        for stage in range(self._group.size - 1):
+            self._group.send(tokens, stage)
+
+    def await_tokens(self, rows: int) -> Callable[[], torch.Tensor]:
+        """Returns what waits for the tokens of the last stage, int64 `[rows]`. Raises RanksLost, then too."""
+        tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
+        wait = self._group.begin_recv(tokens, self._group.size - 1)
+
+        def result() -> torch.Tensor:
+            wait()
             return tokens
-        return self._group.recv(tokens, self._group.size - 1)
+
+        return result

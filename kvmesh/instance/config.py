@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvmesh.blockservice.tiers.config import TierConfig
 from kvmesh.engine.axes import Axes
 from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
+from kvmesh.ranks.transfer_config import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,21 @@ class InstanceConfig(TierConfig):
             "choices": ("auto", "columns", "whole"),
         },
     )
+    rank_hosts: str = field(
+        default="",
+        metadata={
+            "help": "Rank hosts (kvmesh serve ranks) on other machines, HOST:PORT,...: this machine first, then each, "
+            "has an equal part of the ranks (docs/operate/rank-hosts.md); empty: all are here."
+        },
+    )
+    rank_network: str = field(
+        default="",
+        metadata={
+            "help": "Interface of each host (eth1), or network that one of its interfaces is in (10.0.0.0/8), over "
+            "which ranks on several hosts compute together. What they send is not encrypted: under TLS it must be "
+            "named, which says that it is trusted. Empty: the way to the other hosts."
+        },
+    )
     rank_timeout_ms: int = field(
         default=30_000, metadata={"help": "Ranks that wait so long for one another in a step give up.", "min": 100}
     )
@@ -144,3 +160,7 @@ class InstanceConfig(TierConfig):
     def axes(self) -> Axes:
         """Along which axes rank processes share the model. Raises ConfigError as `Axes.of_settings` does."""
         return Axes.of_settings(self.mesh, self.tensor_parallel, "mesh", "tensor_parallel")
+
+    @property
+    def rank_host_list(self) -> tuple[str, ...]:
+        return listed(self.rank_hosts)

@@ -23,6 +23,7 @@ from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
+from kvmesh.instance.host_link import RankHostLink, ranks_at
 from kvmesh.instance.profiling import RankProfiles
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.instance.servicer import add_instance
@@ -36,7 +37,11 @@ from kvmesh.membership.registrar import Registrar
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.devices import check_device, device_of
+from kvmesh.ranks.network import check_network
+from kvmesh.ranks.rendezvous import RendezvousStore
 from kvmesh.ranks.sizing import STEP_KEYS
+from kvmesh.ranks.turn_sockets import SECRET_BYTES
+from kvmesh.rpc.addresses import check_addresses, split_address
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.server import Server
@@ -84,6 +89,10 @@ class Front:
         self.on_rank_lost = on_rank_lost
         self._first_rank = place * config.axes.replica
         self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.axes.replica)]
+        self._hosts = self._links()
+        self.here = self.ranks[: len(self.ranks) // (len(self._hosts) + 1)]  # the ranks that are this front's children
+        self._store = RendezvousStore(lambda rank, message: self.ranks[rank].send(message)) if self._hosts else None
+        self._secret = secrets.token_bytes(SECRET_BYTES) if self._hosts else b""
         self.segments = PeerSegments(self.ranks)
         self.profiles = RankProfiles(self.ranks)
         self.blocks: BlockService | None = None
@@ -113,14 +122,10 @@ class Front:
         await start_groups([self], stop)
 
     async def configure_ranks(self, stop: asyncio.Event, meeting: str) -> None:
-        """Configures the ranks, which have been started and meet in the folder `meeting`. Raises as `start_ranks`
-        does."""
-        calls = [
-            asyncio.ensure_future(rank.configure(self._configure(rank.rank, meeting), LOAD_TIMEOUT_S))
-            for rank in self.ranks
-        ]
+        """Configures the ranks, whose processes of this machine have been started and meet in the folder `meeting`.
+        Raises as `start_ranks` does."""
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
-        loaded: asyncio.Future[Any] = asyncio.gather(*calls)
+        loaded: asyncio.Future[Any] = asyncio.ensure_future(self._load_ranks(meeting))
         try:
             await asyncio.wait({loaded, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not loaded.done():
@@ -136,8 +141,29 @@ class Front:
             self._grouped = GroupedMemory(groups_of_model(self.config.model), self.config, readies)
         self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
 
+    def _links(self) -> list[RankHostLink]:
+        """Returns the links to the rank hosts, with the ranks that each has."""
+        c, addresses = self.config, self.config.rank_host_list
+        return [
+            RankHostLink(
+                address,
+                self.instance_id,
+                self.incarnation,
+                [self.ranks[rank] for rank in ranks],
+                c.threads,
+                c.rank_timeout_ms / 1000,
+            )
+            for address, ranks in zip(addresses, ranks_at(len(self.ranks), len(addresses))[1:], strict=True)
+        ]
+
+    async def _load_ranks(self, meeting: str) -> None:
+        """Starts the processes on other hosts and configures all. Raises KvmeshError for the first that cannot."""
+        await asyncio.gather(*(host.open() for host in self._hosts))
+        calls = (rank.configure(self._configure(rank.rank, meeting), LOAD_TIMEOUT_S) for rank in self.ranks)
+        await asyncio.gather(*calls)
+
     def _configure(self, rank: int, meeting: str) -> m.Configure:
-        c, rank = self.config, self._first_rank + rank
+        c, rank, here = self.config, self._first_rank + rank, len(self.here)
         return m.Configure(
             instance_id=self.instance_id,
             incarnation=self.incarnation,
@@ -146,7 +172,7 @@ class Front:
             mesh=str(c.axes),
             model_path=c.model,
             dtype=c.dtype,
-            device=device_of(c.device, rank, c.axes.world),
+            device=device_of(c.device, rank % here if self._hosts else rank, c.axes.world),
             cuda_graphs=c.cuda_graphs,
             async_steps=c.async_steps,
             experts_cut=c.experts_cut,
@@ -169,6 +195,10 @@ class Front:
             warm_lease_ms=c.store_lease_ms,
             group_file=str(Path(meeting, "ranks")) if meeting else "",
             group_timeout_ms=c.rank_timeout_ms,
+            rank_network=c.rank_network,
+            rank_route=split_address(self._hosts[0].address)[0] if self._hosts else "",
+            elsewhere=tuple(range(here, len(self.ranks))),
+            secret=self._secret,
             cache_dir=c.cache_dir,
             weights_epoch=c.weights_epoch,
             room_bytes=c.room_mb << 20,
@@ -263,6 +293,10 @@ class Front:
         return OnePartition(Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards))
 
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
+        if isinstance(message, m.StoreCall):
+            if self._store is not None:
+                self._store.ask(rank, message)
+            return
         if self._warm is not None and self._warm.rank_said(message):
             return
         if self.blocks is not None and self.blocks.rank_said(rank, message):
@@ -366,7 +400,7 @@ class Front:
             self.role,
             self.config.node_id,
             self.card,
-            self.ranks[0].ready.num_pages,
+            min(rank.ready.num_pages for rank in self.ranks),
             max_running,
             self.config.conductor,
             self.config.store,
@@ -441,6 +475,7 @@ class Front:
         if self._warm is not None:
             self._warm.close()
         await asyncio.gather(*(rank.close() for rank in self.ranks))
+        await asyncio.gather(*(host.close() for host in self._hosts))
         if self.meeting is not None:
             self.meeting.cleanup()
 
@@ -449,9 +484,9 @@ async def start_groups(fronts: Sequence[Front], stop: asyncio.Event) -> None:
     """Starts the ranks of all data-parallel groups of one instance, and configures them. Raises as
     `Front.start_ranks` does."""
     first = fronts[0]
-    if first.config.axes.world > 1:
+    if first.config.axes.world > 1 and not first.config.rank_hosts:
         first.meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
-    spawn_ranks([rank for front in fronts for rank in front.ranks], first.config.threads, len(fronts))
+    spawn_ranks([rank for front in fronts for rank in front.here], first.config.threads, len(fronts))
     folder = first.meeting.name if first.meeting is not None else ""
     await asyncio.gather(*(front.configure_ranks(stop, folder) for front in fronts))
 
@@ -501,6 +536,7 @@ def check_config(config: InstanceConfig) -> None:
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     device_of(config.device, 0, config.axes.world)
+    check_hosts(config)
     if not 1 <= config.store_high_percent <= 100:
         raise _bad("store_high_percent", config.store_high_percent, "in 1..100")
     if not 0 <= config.store_low_percent <= config.store_high_percent:
@@ -518,6 +554,29 @@ def check_config(config: InstanceConfig) -> None:
     ):
         if getattr(config, key) < 0:
             raise _bad(key, getattr(config, key), "not negative")
+
+
+def check_hosts(config: InstanceConfig) -> None:
+    """Raises ConfigError unless this instance's ranks can be on the hosts that it names."""
+    check_network(config.rank_network)
+    if not config.rank_hosts:
+        return
+    check_addresses(config.rank_hosts, "rank_hosts")
+    hosts, axes = config.rank_host_list, config.axes
+    if axes.dp > 1:
+        raise _bad("rank_hosts", config.rank_hosts, f"the ranks of dp={axes.dp} groups are on one machine")
+    if axes.world % (len(hosts) + 1):
+        why = f"{len(hosts)} and this machine do not have equal parts of {axes.world} ranks"
+        raise _bad("rank_hosts", config.rank_hosts, why)
+    if (config.tls_cert or config.tls_ca) and not config.rank_network:
+        why = (
+            "under TLS ranks compute together over a network that is declared trusted alone (an interface, or a "
+            "network like 10.0.0.0/8), as what gloo and NCCL send between hosts is not encrypted"
+        )
+        raise _bad("rank_network", config.rank_network, why)
+    for key in ("warm_segment", "ssd_path"):
+        if value := getattr(config, key):
+            raise _bad(key, value, "an instance whose ranks are on several hosts (rank_hosts) has none")
 
 
 def _bad(key: str, value: object, why: str) -> KvmeshError:

@@ -11,6 +11,10 @@ Owners that hold the same are shared out among the readers that need it, so that
 reader hears of as few writers as that allows; where a team has several, they take turns by block, because a turn of
 whole blocks keeps runs long and the last layer of a prompt leaves from all of them at once.
 
+Ranks that share a context by turns (`ShardLayout.turns`) hold some blocks only. All turns of both sides repeat after
+their least common multiple, so there is one grid for each remainder of a block's number by it, over the ranks that hold
+such blocks; a block's number is then its number in the prompt, at every rank.
+
 A reader waits for an end mark of every writer of its teams, one from each, whatever rails the bytes took (ADR 0001); a
 writer whose turn never came marks all the same, as it cannot know how many blocks somebody else was told of.
 """
@@ -28,6 +32,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import Part, Run, ShardLayout, check_same_blocks, part_of, runs_of
 
 MAX_CACHED = 4096
+MAX_PERIOD = 4096  # blocks after which the turns of both sides repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,8 @@ class GroupPlan:
         return tuple(reader for reader in range(len(self.readers)) if writer in self.marks(reader))
 
     def runs(self, writer: int, reader: int, block: int = 0, layer0: int = 0, layer1: int = -1) -> tuple[Run, ...]:
-        """Returns what this writer sends to this reader of the `block`-th block, of the writer's local layers [layer0,
-        layer1) (-1: to the last); ascending, with neighbours joined."""
+        """Returns what this writer sends to this reader of block number `block` of the prompt, of the writer's local
+        layers [layer0, layer1) (-1: to the last); ascending, with neighbours joined."""
         source = self.writers[writer]
         layer1 = source.layers if layer1 < 0 else layer1
         turns = lcm(*(duty.turns for duty in self.duties[reader] if duty.writer == writer))
@@ -91,17 +96,22 @@ def plan_group(writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...
         raise ConfigError("a group transfer needs writers and readers", field="writers" if not writers else "readers")
     for shard in (*writers, *readers):
         check_same_blocks(writers[0], shard)
-    needs = [_needs(writers, readers, reader) for reader in range(len(readers))]
-    wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)  # owners → readers that need what they hold
-    for reader, cells in enumerate(needs):
-        for owners in cells:
-            wanted[owners].append(reader)
+    period = lcm(*(shard.turns for shard in (*writers, *readers)))
+    if period > MAX_PERIOD:
+        raise ConfigError(f"turns repeat after {period} blocks, at most {MAX_PERIOD} are planned", field="turns")
     duties: list[list[WriterShare]] = [[] for _ in readers]
-    for owners, sharers in wanted.items():
-        for k, reader in enumerate(sharers):
-            team = _team(owners, k, len(sharers))
-            for turn, writer in enumerate(team):
-                duties[reader].append(WriterShare(writer, turn, len(team), tuple(needs[reader][owners])))
+    for block in range(period):
+        needs = {r: _needs(writers, readers, r, block) for r, shard in enumerate(readers) if shard.holds(block)}
+        wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)  # owners → readers that need what they hold
+        for reader, cells in needs.items():
+            for owners in cells:
+                wanted[owners].append(reader)
+        for owners, sharers in wanted.items():
+            for k, reader in enumerate(sharers):
+                team = _team(owners, k, len(sharers))
+                parts = tuple(needs[reader][owners])
+                for at, writer in enumerate(team):
+                    duties[reader].append(WriterShare(writer, at * period + block, len(team) * period, parts))
     return GroupPlan(writers, readers, tuple(tuple(mine) for mine in duties))
 
 
@@ -116,20 +126,23 @@ def _team(owners: Sequence[int], k: int, sharers: int) -> Sequence[int]:
 
 
 def _needs(
-    writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...], reader: int
+    writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...], reader: int, block: int
 ) -> dict[tuple[int, ...], list[Part]]:
-    """Returns the cells of one reader's shard by the writers that hold them; adjacent cells of one layer range are
-    joined."""
-    target, held = part_of(readers[reader]), [part_of(shard) for shard in writers]
-    layers = sorted({target.layer0, target.layer1} | {cut for p in held for cut in (p.layer0, p.layer1)})
-    heads = sorted({target.head0, target.head1} | {cut for p in held for cut in (p.head0, p.head1)})
+    """Returns the cells of one reader's shard of a block by the writers that hold them; adjacent cells of one layer
+    range are joined."""
+    target, held = (
+        part_of(readers[reader]),
+        {i: part_of(shard) for i, shard in enumerate(writers) if shard.holds(block)},
+    )
+    layers = sorted({target.layer0, target.layer1} | {cut for p in held.values() for cut in (p.layer0, p.layer1)})
+    heads = sorted({target.head0, target.head1} | {cut for p in held.values() for cut in (p.head0, p.head1)})
     found: dict[tuple[int, ...], list[Part]] = defaultdict(list)
     for layer0, layer1 in pairwise(layers):
         for head0, head1 in pairwise(heads):
             cell = Part(layer0, layer1, head0, head1).common(target)
             if cell.empty:
                 continue
-            owners = tuple(i for i, part in enumerate(held) if part.common(cell) == cell)
+            owners = tuple(i for i, part in held.items() if part.common(cell) == cell)
             if not owners:
                 raise ConfigError(
                     f"no writer holds layers {cell.layer0}..{cell.layer1 - 1} of heads {cell.head0}..{cell.head1 - 1}, "

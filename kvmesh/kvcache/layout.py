@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kvmesh.errors import ConfigError
 
+MAX_TURNS = 1024  # as many as ranks of one instance
 Run = tuple[int, int, int]  # (offset at the source, offset at the destination, length)
 
 
@@ -24,7 +25,10 @@ Run = tuple[int, int, int]  # (offset at the source, offset at the destination, 
 class ShardLayout:
     """One rank's part of a block: layers [first_layer, first_layer + layers) and KV heads [first_head, first_head +
     kv_heads) of the model, with `itemsize` bytes an element. Where the model has several cache groups it is of the one
-    numbered `group`, and layers count within that. Ranks that hold the same part are replicas."""
+    numbered `group`, and layers count within that. Ranks that hold the same part are replicas.
+
+    Ranks that share a context take turns by block: block b of a prompt lies here iff b % turns == turn, and a page here
+    holds a whole block of what this rank has of the model. With one turn every block does."""
 
     layers: int
     kv_heads: int
@@ -35,6 +39,8 @@ class ShardLayout:
     first_head: int = 0
     planes: int = 2  # K and V; 1 for a latent
     group: int = 0  # cache group of the model (cache_groups)
+    turn: int = 0
+    turns: int = 1
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "block_tokens", "head_dim", "itemsize", "planes"):
@@ -43,6 +49,23 @@ class ShardLayout:
         for name in ("first_layer", "first_head", "group"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"shard layout: {name}={getattr(self, name)} must not be negative", field=name)
+        if not 0 <= self.turn < self.turns <= MAX_TURNS:
+            raise ConfigError(
+                f"shard layout: turn={self.turn} of turns={self.turns} must lie in 0..turns - 1, turns in "
+                f"1..{MAX_TURNS}",
+                field="turn",
+            )
+
+    def holds(self, block: int) -> bool:
+        """Says whether block number `block` of a prompt lies at this rank."""
+        return block % self.turns == self.turn
+
+    def place(self, block: int) -> int:
+        """Returns which of the blocks that lie at this rank block number `block` of a prompt is: the index of its page
+        in the rank's table. Raises IndexError where it lies elsewhere."""
+        if not self.holds(block):
+            raise IndexError(f"block {block} is not at turn {self.turn} of {self.turns}")
+        return block // self.turns
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -125,7 +148,8 @@ def plan(src: ShardLayout, dst: ShardLayout) -> list[Run]:
     """Returns the slices `(src_offset, dst_offset, length)`, in bytes, that copy what both shards hold; offsets ascend
     and neighbours are joined.
 
-    Equal layouts give one slice, the whole shard; shards with nothing in common give none. Raises ConfigError when
+    Equal layouts give one slice, the whole shard; shards with nothing in common give none. Turns are not looked at: the
+    block is one that lies at both. Raises ConfigError when
     block shapes differ (block_tokens, head_dim, itemsize or planes) or cache groups do.
     """
     check_same_blocks(src, dst)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
 from kvmesh.rpc import protocol
 from kvmesh.rpc.addresses import split
@@ -188,11 +189,17 @@ class StoreOrders(Protocol):
     def removed_seq(self) -> int:
         """The number of the last tombstone that was applied."""
 
-    async def bury(self, tombstones: Sequence[pb_store.Tombstone]) -> None:
-        """Apply them in every tier, before anything is announced. Unavailable: that could not be written down."""
+    @property
+    def lasting_seq(self) -> int | None:
+        """The number of the last tombstone that was applied to a tier that this life leaves out; None: none is."""
 
-    def beat_answered(self, answer: pb_store.BeatResponse) -> None:
-        """Take new tombstones, whether to drain, and what is allowed. It must not block."""
+    async def bury(self, tombstones: Sequence[pb_store.Tombstone], asked_ns: int) -> None:
+        """Apply them in every tier, before anything is announced. `asked_ns`: when this node joined, by the clock of
+        leases. Unavailable: that could not be written down."""
+
+    def beat_answered(self, answer: pb_store.BeatResponse, asked_ns: int) -> None:
+        """Take new tombstones, whether to drain, and what is allowed. `asked_ns`: when the beat was sent, by the clock
+        of leases. It must not block."""
 
 
 MAX_KEPT_SAMPLES = 512
@@ -263,12 +270,15 @@ class _StorePeer(MembershipPeer):
         request = pb_store.JoinRequest(
             protocol_version=protocol.PROTOCOL_VERSION, member=self._member, term=self.masters.terms.highest
         )
+        asked_ns = lease_clock_ns()
         if self._orders is not None:
             request.removed_seq = self._orders.removed_seq
+            if self._orders.lasting_seq is not None:
+                request.lasting_seq = self._orders.lasting_seq
         answer: pb_store.JoinResponse = await peer.call("Join", request, timeout_s)
         self._heard(answer.term)
         if self._orders is not None:
-            await self._orders.bury(answer.tombstones)
+            await self._orders.bury(answer.tombstones, asked_ns)
         self.doubted = False
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
@@ -278,12 +288,13 @@ class _StorePeer(MembershipPeer):
         request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq, term=term, pace=self._pace)
         if self._usage is not None:
             request.usage.CopyFrom(self._usage())
+        asked_ns = lease_clock_ns()
         if self._orders is not None:
             request.removed_seq = self._orders.removed_seq
         answer: pb_store.BeatResponse = await peer.call("Beat", request, timeout_s)
         self._heard(answer.term)
         if self._orders is not None:
-            self._orders.beat_answered(answer)  # tombstones too; the next beat does not wait for them
+            self._orders.beat_answered(answer, asked_ns)  # tombstones too; the next beat does not wait for them
         self.doubted = False
         if self._on_pools is not None:
             self._on_pools(answer.pools)

@@ -16,7 +16,7 @@ from kvmesh.blockservice.blocks import BlockService
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id, make_ssd_folder
 from kvmesh.blockservice.warm.memory import WarmMemory
-from kvmesh.errors import InternalError
+from kvmesh.errors import ConfigError, InternalError
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.membership.evacuation import evacuate_node
 from kvmesh.membership.registrar import Registrar
@@ -30,6 +30,7 @@ from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server
+from kvmesh.tiers.ssd.disk import medium_failed
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,11 @@ class PoolNode:
         tasks: list[asyncio.Task[None]] = []
         server: Server | None = None
         if config.ssd_path:
-            make_ssd_folder(config.ssd_path)
+            try:
+                make_ssd_folder(config.ssd_path)
+            except ConfigError as error:
+                if not medium_failed(error):
+                    raise  # else the tier is left out, which says so
         self._rank.spawn(1, streaming=True)
         try:
             await self._rank.configure(self._configure(), ALLOCATE_TIMEOUT_S)

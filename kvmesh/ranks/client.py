@@ -58,8 +58,38 @@ def start_process(filenos: Sequence[int], env: Mapping[str, str]) -> RankProcess
     return subprocess.Popen(command, pass_fds=filenos, stdin=subprocess.DEVNULL, env=env)
 
 
+def rank_env(threads: int, streaming: bool = False) -> dict[str, str]:
+    """Returns the environment of a rank's process. With `streaming` its large copies go past the cache."""
+    env = dict(os.environ)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        env[name] = str(threads)
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if streaming:
+        env[TUNABLES] = streaming_copies(env)
+    return env
+
+
+def rank_socket() -> tuple[socket.socket, socket.socket]:
+    """Returns both ends of a socket between this process and a rank's."""
+    ours, theirs = socket.socketpair()
+    for sock in (ours, theirs):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    return ours, theirs
+
+
+class RankLink(Protocol):
+    """Carries the messages of ranks on another host (`kvmesh.instance.host_link`)."""
+
+    address: str
+
+    def send(self, rank: int, message: m.ToRank) -> None: ...
+
+    async def end(self, rank: int, grace_s: float) -> None: ...
+
+
 class RankClient:
-    """Owns one rank process and the socket to it. All methods belong to the event loop that called `spawn`."""
+    """Owns one rank process and the socket to it, or speaks to one on another host over a link. All methods belong to
+    the event loop that called `spawn` or `attach`."""
 
     def __init__(
         self, rank: int, on_message: Callable[[int, m.ToFront], None], on_lost: Callable[[int, str], None]
@@ -71,6 +101,8 @@ class RankClient:
         self._out = bytearray()
         self._sock: socket.socket | None = None
         self._process: RankProcess | None = None
+        self._link: RankLink | None = None
+        self._remote = (0, "")  # process and host, where there is a link
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[m.Ready] | None = None
         self._closing = False
@@ -89,7 +121,12 @@ class RankClient:
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._process else 0
+        return self._process.pid if self._process else self._remote[0]
+
+    @property
+    def _name(self) -> str:
+        where = f" on {self._remote[1]}" if self._remote[1] else ""
+        return f"rank {self.rank} (pid {self.pid}{where})"
 
     def spawn(self, threads: int, streaming: bool = False, peers: Sequence[socket.socket] = ()) -> None:
         """Starts the process (never by fork: the front has threads of its own). With `streaming` its large copies go
@@ -97,23 +134,31 @@ class RankClient:
         followers."""
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
-        ours, theirs = socket.socketpair()
-        for sock in (ours, theirs):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        env = dict(os.environ)
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-            env[name] = str(threads)
-        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        if streaming:
-            env[TUNABLES] = streaming_copies(env)
+        ours, theirs = rank_socket()
         filenos = [sock.fileno() for sock in (theirs, *peers)]
         try:
-            self._process = start_process(filenos, env)
+            self._process = start_process(filenos, rank_env(threads, streaming))
         finally:
             theirs.close()
         ours.setblocking(False)
         self._sock = ours
         self._loop.add_reader(ours, self._readable)
+
+    def attach(self, link: RankLink, pid: int) -> None:
+        """Speaks to a rank that runs as `pid` at the other end of `link`, which calls `received` and `lost`."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        self._link, self._remote = link, (pid, link.address)
+
+    def received(self, message: m.ToFront) -> None:
+        """Takes a message that came over the link."""
+        self.last_pong = time.monotonic()
+        self._dispatch(message)
+
+    def lost(self, cause: str) -> None:
+        """Takes the end of a rank at the other end of the link, or of the link."""
+        if self._link is not None:
+            self._lost(cause)
 
     async def configure(self, configure: m.Configure, timeout_s: float) -> m.Ready:
         """Sends Configure and waits for Ready. Raises what the rank answered (CheckpointError, ConfigError ...), or
@@ -127,6 +172,9 @@ class RankClient:
 
     def send(self, message: m.ToRank) -> None:
         """Sends a message without blocking: what the socket does not take now follows when it can."""
+        if self._link is not None:
+            self._link.send(self.rank, message)
+            return
         if self._sock is None:
             return
         data = frame(message)
@@ -189,6 +237,8 @@ class RankClient:
                     self._ready.set_result(message)
             case m.InitFailed(code, text):
                 self._refused = True
+                if self._link is not None:
+                    text = f"{text} (rank {self.rank} on {self._remote[1]})"
                 if not self._ready.done():
                     self._ready.set_exception(BY_CODE.get(code, InternalError)(text))
             case m.RankFailed(text):
@@ -210,7 +260,7 @@ class RankClient:
         self._detach()
         if self._closing or self._refused:  # an expected end, which is reported elsewhere
             return
-        text = f"rank {self.rank} (pid {self.pid}) {cause or self._end()}"
+        text = f"{self._name} {cause or self._end()}"
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(KvmeshError(text))
@@ -226,6 +276,8 @@ class RankClient:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
     def _detach(self) -> None:
+        if not self._closing:
+            self._link = None  # nothing of it is wanted any more, and its end is waited for no longer
         if self._sock is not None and self._loop is not None:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
@@ -238,6 +290,8 @@ class RankClient:
         expert_metrics.forget(self)
         self.send(m.Shutdown())
         self._closing = True
+        if self._link is not None:
+            await self._link.end(self.rank, EXIT_GRACE_S)
         process = self._process
         if process is not None:
             for stop_signal in (0, signal.SIGKILL):

@@ -1,8 +1,8 @@
 """The front process and its rank processes exchange these typed messages over a socketpair.
 
 Frames are a u32 little-endian length and one msgpack-encoded tagged struct (msgspec). Times are CLOCK_MONOTONIC
-nanoseconds, which all processes of a machine share. Token ids and offsets travel as plain ints here (one machine, one
-version: both ends come from the same build).
+nanoseconds, which all processes of a machine share; for a rank on another host its front translates them
+(`kvmesh.ranks.clocks`). Token ids and offsets travel as plain ints here (both ends come from the same build).
 
 `handle` names a request within the instance for both roles; handles are never reused.
 
@@ -342,11 +342,13 @@ class TierProbe(Message, frozen=True):
 
 
 class TierOpened(Message, frozen=True):
-    """Answers TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use."""
+    """Answers TierOpen. `why_not` says what is wrong with the folder; "" means that the tier is in use. `medium` means
+    that its disk is at fault, and not what is configured."""
 
     tier: int
     part: int
     why_not: str = ""
+    medium: bool = False
 
 
 class TierDone(Message, frozen=True):
@@ -485,6 +487,11 @@ class Configure(Message, frozen=True):
     experts_cut: str = "auto"  # "auto" | "columns" | "whole": how ranks share experts (kvmesh.engine.parallel)
     group_file: str = ""  # where the ranks of this instance meet; "" = there is only one
     group_timeout_ms: int = 0  # longest wait of one rank for another
+    # Of an instance on several hosts, whose ranks meet in the store behind the front (ADR 0044).
+    rank_network: str = ""  # interface or network that its ranks compute over; "" = the way to `rank_route`
+    rank_route: str = ""  # a host that another part of the instance is on; "" = all are on this one
+    elsewhere: tuple[int, ...] = ()  # ranks that are on other hosts than rank 0
+    secret: bytes = b""  # that followers on other hosts show rank 0
     cache_dir: str = ""  # where digests of weights are kept when the model's folder cannot be written; "" = the user's
     weights_epoch: int = 0  # the operator's number of weights that change under one fingerprint
     room_bytes: int = 0  # of the host's memory for weights and pages, where pages are as many as fit; 0 = a share
@@ -506,6 +513,14 @@ class CloseSegment(Message, frozen=True):
     them)."""
 
     name: str
+
+
+class StoreAnswer(Message, frozen=True):
+    """Answers StoreCall."""
+
+    ticket: int
+    values: tuple[bytes, ...] = ()
+    error: str = ""
 
 
 class Ping(Message, frozen=True):
@@ -781,6 +796,18 @@ class InitFailed(Message, frozen=True):
     message: str
 
 
+class StoreCall(Message, frozen=True):
+    """Asks the front's store in which ranks on several hosts meet (kvmesh.ranks.rendezvous); the answer is
+    StoreAnswer. `op` is "set", "get" (once all keys are there), "wait", "add", "compare_set", "check", "delete" or
+    "count"."""
+
+    ticket: int
+    op: str
+    keys: tuple[str, ...]
+    values: tuple[bytes, ...] = ()
+    number: int = 0
+
+
 class RankFailed(Message, frozen=True):
     """Is the last message of a rank that ends without being asked to, and gives the reason."""
 
@@ -907,6 +934,7 @@ ToRank = (
     Configure
     | OpenSegment
     | CloseSegment
+    | StoreAnswer
     | Ping
     | Shutdown
     | PrefillStep
@@ -944,6 +972,7 @@ ToRank = (
 ToFront = (
     Ready
     | InitFailed
+    | StoreCall
     | RankFailed
     | Pong
     | PrefillStepDone

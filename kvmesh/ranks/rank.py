@@ -1,6 +1,6 @@
 """`python -m kvmesh.ranks.rank FD [FD ...]` runs one rank process. It has torch, device pages, host segment and
-transfer engine; a pool node's rank has only the last two. The first FD leads to the front, the others to ranks of the
-same instance.
+transfer engine; a pool node's rank has only the last two. The first FD leads to the front (or to the rank host that
+carries its frames), the others to ranks of the same instance on this machine.
 
 The main thread alternates between commands of the front and engine steps; where there are several ranks, rank 0 leads
 and the others follow (`kvmesh.ranks.lockstep`); where there are several data-parallel groups of ranks, each has a
@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvmesh.errors import InternalError, KvmeshError
@@ -30,7 +30,10 @@ from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.ipc import RankPort
 from kvmesh.ranks.lockstep import SPEAKERS, Follower, LockstepLeader, check
+from kvmesh.ranks.network import find_interface
+from kvmesh.ranks.rendezvous import StoreCaller
 from kvmesh.ranks.transfer_metrics import stats_of
+from kvmesh.ranks.turn_sockets import accept_followers, dial_leader
 from kvmesh.ranks.wake import OtherLeaders, WakeRule, axes_of
 
 if TYPE_CHECKING:
@@ -46,22 +49,23 @@ READ_BYTES = 4096
 
 
 class Followers:
-    """Has the leader's ends of the sockets, one for each follower; none where it is alone. Raises InternalError when a
-    follower takes nothing."""
+    """Has the leader's ends of the sockets, by follower; none where it is alone. Raises InternalError when a follower
+    takes nothing."""
 
-    def __init__(self, socks: Sequence[socket.socket], timeout_s: float) -> None:
+    def __init__(self, socks: Mapping[int, socket.socket], timeout_s: float) -> None:
         self._socks = socks
         self._timeout_s = timeout_s
-        for sock in socks:
+        for sock in socks.values():
             sock.settimeout(timeout_s)
 
     def tell(self, turn: Turn | None) -> None:
         """Sends a turn to all followers."""
         if turn is None:
             return
-        for rank, sock in enumerate(self._socks, 1):
+        data = turn.encode()
+        for rank, sock in self._socks.items():
             try:
-                sock.sendall(turn.encode())
+                sock.sendall(data)
             except OSError as error:
                 raise InternalError(f"rank {rank} does not listen: {error or type(error).__name__}") from None
 
@@ -109,8 +113,10 @@ URGENT = (
     m.OpenWindow,
     m.Fence,
     m.CompileGrammar,
+    m.StoreAnswer,
     m.Ping,
 )
+MEETING_S = 600.0  # how long a rank on another host may take from its first collective to its first turn
 HOUSEKEEPING_MS = 50
 COPYING_MS = 1
 
@@ -126,6 +132,7 @@ class RankLoop:
         self._steps: deque[tuple[m.PrefillStep, int]] = deque()  # with how many loads were asked for before it
         self._worker: AnyWorker | None = None
         self._wake = WakeRule()
+        self._store: StoreCaller | None = None  # where ranks on several hosts meet
 
     def run(self) -> None:
         first = self._port.receive(None)
@@ -142,15 +149,34 @@ class RankLoop:
         with contextlib.closing(self._worker) as worker:
             try:
                 timeout_s = configure.group_timeout_ms / 1000
+                socks = self._turn_sockets(configure, replica, timeout_s)
                 if isinstance(self._commands, Follower):
-                    self._follow(worker, self._commands, LeaderPort(self._peers[0]), timeout_s)
+                    self._follow(worker, self._commands, LeaderPort(socks[0]), timeout_s)
                 else:
-                    followers = Followers(self._peers[: replica - 1], timeout_s)
-                    self._lead(worker, self._commands, followers, OtherLeaders(self._peers[replica - 1 :]))
+                    others = OtherLeaders(self._peers[len(socks) - len(configure.elsewhere) :])
+                    self._lead(worker, self._commands, Followers(socks, timeout_s), others)
             except Exception as error:
                 log.error("rank %d gives up", configure.rank, exc_info=not isinstance(error, KvmeshError))
                 self._port.send(m.RankFailed(f"gave up: {error}"))
                 raise SystemExit(1) from None
+
+    def _turn_sockets(self, configure: m.Configure, replica: int, timeout_s: float) -> dict[int, socket.socket]:
+        """Returns the sockets between leader and followers, by the rank at the other end: those that the process was
+        started with, and connections to ranks on other hosts."""
+        if configure.rank % replica:
+            if configure.rank not in configure.elsewhere:
+                return {0: self._peers[0]}
+            assert self._store is not None
+            return {0: dial_leader(self._store, configure.secret, configure.rank, MEETING_S, timeout_s)}
+        group = range(configure.rank + 1, configure.rank + replica)
+        here = [rank for rank in group if rank not in configure.elsewhere]
+        socks = dict(zip(here, self._peers, strict=False))  # behind them are those to other leaders
+        if configure.elsewhere:
+            assert self._store is not None
+            address = find_interface(configure.rank_network, configure.rank_route).address
+            secret, ranks = configure.secret, configure.elsewhere
+            socks |= accept_followers(self._store, address, secret, ranks, MEETING_S, timeout_s)
+        return socks
 
     def _lead(self, worker: AnyWorker, commands: LockstepLeader, followers: Followers, others: OtherLeaders) -> None:
         """Runs steps as commands come; the followers are told what each step is made of. Raises InternalError when
@@ -181,7 +207,7 @@ class RankLoop:
         late_at = 0.0  # when a command that the leader has already is late; 0: none is missing
         while True:
             for message in self._port.receive(self._patience(worker, worker.has_chores, late_at)):
-                if isinstance(message, m.Ping | m.Shutdown):  # these do not wait for the leader
+                if isinstance(message, m.Ping | m.Shutdown | m.StoreAnswer):  # these do not wait for the leader
                     self._handle(worker, message)
                 else:
                     commands.arrived((message,))
@@ -252,7 +278,9 @@ class RankLoop:
 
         axes = axes_of(configure)
         speaks = configure.rank % axes.replica == axes.speaker
-        return Worker(configure, self._port.send if speaks else self._send_unless_alike)
+        if configure.rank_route:
+            self._store = StoreCaller(self._port, self._commands.arrived)
+        return Worker(configure, self._port.send if speaks else self._send_unless_alike, self._store)
 
     def _send_unless_alike(self, message: m.ToFront) -> None:
         if not isinstance(message, SPEAKERS):
@@ -275,6 +303,9 @@ class RankLoop:
             case m.Ping(nonce):
                 self._port.send(m.Pong(nonce, time.process_time(), stats_of(worker.engine), worker.expert_stats))
                 worker.tiers.report()
+            case m.StoreAnswer():
+                if self._store is not None:
+                    self._store.answered(message)
             case m.Shutdown():
                 raise SystemExit(0)
             case _:

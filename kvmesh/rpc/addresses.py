@@ -14,6 +14,12 @@ def split(addresses: str, field: str = "store") -> tuple[str, ...]:
     return found
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of an address that `check_addresses` allows, an IPv6 host without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def check_addresses(addresses: str, field: str = "store") -> None:
     """Raises ConfigError, which names `field`, unless each address has a host and a port."""
     for one in split(addresses, field):

@@ -1,7 +1,8 @@
 """Who may call what: one table of all methods, and one pure decision for gRPC and the fast paths.
 
 Where clients are asked for a certificate (mTLS), its URI names tell who the caller is: `kvmesh://ROLE/NAME`, NAME being
-an instance's id, or `*` for any. A certificate may have several. Elsewhere nobody is known and everybody may call
+an instance's id, or `*` for any. A certificate may have several. Its DNS names tell callers what a server is
+(`ServerRole`). Elsewhere nobody is known and everybody may call
 everything, as far as the listener can be reached (docs/operate/security.md).
 """
 
@@ -59,6 +60,34 @@ class Identity(NamedTuple):
 ALL_IDENTITIES = tuple(Identity(role, ANY_NAME) for role in CallerRole)
 
 
+class ServerRole(StrEnum):
+    """What a caller expects of a server."""
+
+    INSTANCE = "instance"
+    STORE = "store"
+    CONDUCTOR = "conductor"
+    NODE = "node"  # an instance, or one of the Store's
+    MEMBER = "member"  # of any role
+
+    @property
+    def dns_name(self) -> str:
+        """The name that certificates of such a server have. gRPC compares names, and shows URIs to nobody who calls."""
+        return f"{self}.{ROLE_DOMAIN}"
+
+
+ROLE_DOMAIN = "kvmesh.internal"
+ROLE_NAME = "{role}." + ROLE_DOMAIN  # as `tls_server_name`: whoever is called must be of the role that is expected
+
+
+def dns_names(held: Iterable[Identity]) -> tuple[str, ...]:
+    """Returns the DNS names of a certificate with these identities."""
+    roles = {str(one.role) for one in held}
+    found = [one for one in ServerRole if one in roles]
+    found += [ServerRole.NODE] if roles & BOUND else []
+    found += [ServerRole.MEMBER] if roles else []
+    return tuple(one.dns_name for one in found)
+
+
 @dataclass(frozen=True, slots=True)
 class RpcCaller:
     """Who is at the other end of a connection. `identities` is None where no certificate is asked for: everybody is
@@ -93,8 +122,9 @@ def grpc_caller(context: Any) -> RpcCaller:
 @dataclass(frozen=True, slots=True)
 class Permission:
     """Who may call a method. `roles` is None for everybody with a certificate of the mesh, whatever it says. `claim`
-    is the field that says for which instance a call speaks: instances and the Store's nodes must be that one. `public`
-    methods belong to listeners that ask for no certificate; they are not decided here."""
+    is the field that says for which instance a call speaks, of a stream in its first message: instances and the Store's
+    nodes must be that one. `public` methods belong to listeners that ask for no certificate; they are not decided
+    here."""
 
     roles: frozenset[CallerRole] | None
     claim: str = ""
@@ -109,6 +139,8 @@ class Permission:
 _I, _S, _C, _G, _O, _L = CallerRole
 _ANY = frozenset(CallerRole)
 BOUND = frozenset((_I, _S))  # must be the instance that a call names
+
+KV_ROLES = frozenset((_I, _S, _O, _L))  # whose transfer engines move KV
 
 PUBLIC = Permission(None, public=True)
 EVERYBODY = Permission(None)
@@ -168,8 +200,9 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "GetStore": _may(_O),
     },
     "kvmesh.v1.Decode": {"Session": _may(_G), "GetPools": _may(_O)},
-    "kvmesh.v1.Prefill": {"Handoff": _may(_I), "GetPools": _may(_O)},
+    "kvmesh.v1.Prefill": {"Handoff": _may(_I, claim="hello.instance.instance_id"), "GetPools": _may(_O)},
     "kvmesh.v1.Instance": {"SetRole": _may(_C, _O), "Profile": _may(_O)},
+    "kvmesh.v1.RankHost": {"Run": _may(_I)},  # of the instance that its hello names: the servicer looks
     "kvmesh.v1.Doors": {"FindDoor": Permission(_ANY)},
     "kvmesh.v1.Traces": {"Keep": _may(_G)},
     "kvmesh.v1.Gateway": {"Generate": PUBLIC, "GetGatewayStatus": PUBLIC},
@@ -186,6 +219,7 @@ LISTENERS: dict[str, tuple[str, ...]] = {
     "decode": ("Decode", "Instance", "NodeStore", "Traces"),
     "coupled": ("Decode", "Prefill", "Instance", "NodeStore", "Traces"),
     "pool node": ("NodeStore", "Traces"),
+    "rank host": ("RankHost", "Traces"),
     "gateway": ("Gateway",),
     "kvmesh doctor": ("Doctor",),
 }
@@ -203,14 +237,14 @@ _BY_PATH = {
 # ── the decision ──────────────────────────────────────────────────────────────────────────────────
 
 _NO_ROLE = (
-    "the caller's certificate names no role of the mesh (a URI kvmesh://ROLE/NAME): make new ones with `kvmesh certs`, "
+    "the certificate names no role of the mesh (a URI kvmesh://ROLE/NAME): make new ones with `kvmesh certs`, "
     "see docs/operate/security.md"
 )
 
 
-def why_not(caller: RpcCaller, path: str, claimed: str = "") -> str:
+def why_not(caller: RpcCaller, path: str, claimed: str | None = "") -> str:
     """Decides whether `caller` may call the method at `path` ("/kvmesh.v1.StoreMaster/Beat") for the instance that its
-    message claims to be. Returns "" when it may, else why not. Pure."""
+    message claims to be; None before there is a message. Returns "" when it may, else why not. Pure."""
     if caller.identities is None:
         return ""
     found = _BY_PATH.get(path)
@@ -227,23 +261,39 @@ def why_not(caller: RpcCaller, path: str, claimed: str = "") -> str:
             return f"{path}: {_NO_ROLE}"
         said = ", ".join(sorted(one.role for one in caller.identities))
         return f"{path}: is for {', '.join(sorted(permission.roles))}; the caller's certificate says {said}"
-    if permission.claim and not any(
-        one.role not in BOUND or one.name == ANY_NAME or one.name == claimed for one in held
-    ):
+    if claimed is None or not permission.claim:
+        return ""
+    if not any(one.role not in BOUND or one.name == ANY_NAME or one.name == claimed for one in held):
         said = ", ".join(sorted(one.uri.removeprefix(SCHEME) for one in held))
         return f"{path}: {permission.claim}={claimed[:80]!r}: the caller's certificate is for {said}"
     return ""
 
 
 def check(caller: RpcCaller, path: str, request: Any) -> None:
-    """Raises PermissionDenied unless `caller` may make this call. `request` is the message; of a stream it is not
-    looked at."""
+    """Raises PermissionDenied unless `caller` may make this call. `request` is the message, of a stream the first one;
+    None before it has come."""
     if caller.identities is None:
         return
     found = _BY_PATH.get(path)
     claimed = found[1] if found is not None else None
-    if reason := why_not(caller, path, claimed(request) if claimed is not None else ""):
+    if reason := why_not(caller, path, None if request is None or claimed is None else claimed(request)):
         raise PermissionDenied(reason)
+
+
+def why_no_kv(held: frozenset[Identity], engine: str) -> str:
+    """Decides whether the owner of a certificate may move KV as the transfer engine of this name: instances and the
+    Store's nodes are "ID/RANK@INCARNATION". Returns "" when it may, else why not. Pure."""
+    if not held:
+        return _NO_ROLE
+    able = [one for one in held if one.role in KV_ROLES]
+    if not able:
+        said = ", ".join(sorted(one.role for one in held))
+        return f"KV is moved by {', '.join(sorted(KV_ROLES))}; the certificate says {said}"
+    instance_id = engine.rpartition("/")[0]
+    if not any(one.role not in BOUND or one.name in (ANY_NAME, instance_id) for one in able):
+        said = ", ".join(sorted(one.uri.removeprefix(SCHEME) for one in able))
+        return f"engine {engine[:80]!r}: the certificate is for {said}"
+    return ""
 
 
 def identities(texts: Iterable[str]) -> tuple[Identity, ...]:

@@ -17,6 +17,7 @@ import grpc.aio
 
 from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, ProtocolMismatch, Unavailable
 from kvmesh.rpc import channels, protocol, status
+from kvmesh.rpc.authorisation import ServerRole
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class ClientStream(Generic[RequestT, ResponseT]):
     def __init__(self, who: str, address: str, method: Callable[[grpc.aio.Channel], Any]) -> None:
         self.who = who
         self._method = method
-        self._channel = channels.connect(address)
+        self._channel = channels.connect(address, ServerRole.INSTANCE)  # only those serve streams
         self._call: Any = None
         self._queue: deque[tuple[RequestT, Callable[[], None] | None]] = deque()
         self._news = asyncio.Event()

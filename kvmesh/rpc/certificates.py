@@ -20,7 +20,7 @@ from typing import Any
 
 from kvmesh import extras
 from kvmesh.errors import ConfigError
-from kvmesh.rpc.authorisation import ALL_IDENTITIES, Identity
+from kvmesh.rpc.authorisation import ALL_IDENTITIES, Identity, dns_names
 from kvmesh.rpc.security import TlsFiles
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -93,7 +93,7 @@ def make_role_certificates(
                 _write(folder / AUTHORITY_KEY, authority.key, 0o600)
                 _write(folder / "ca.pem", authority.cert, 0o644)
         for name, identities in wanted.items():
-            cert, key = maker.certificate(authority, [one.uri for one in identities])
+            cert, key = maker.certificate(authority, identities)
             paths = made[name]
             paths.ca.parent.mkdir(exist_ok=True, mode=0o700)
             _write(paths.ca, authority.cert, 0o644)
@@ -159,8 +159,8 @@ class CertificateMaker:
         signed = ca.add_extension(_usage(authority=True), critical=True).sign(key, hashes.SHA256())
         return Authority(signed.public_bytes(serialization.Encoding.PEM), _pem(key))
 
-    def certificate(self, authority: Authority, uris: Sequence[str]) -> tuple[bytes, bytes]:
-        """Returns a certificate with these URI names, and its key. Raises ConfigError when the authority's files are
+    def certificate(self, authority: Authority, identities: Sequence[Identity]) -> tuple[bytes, bytes]:
+        """Returns a certificate that says these, and its key. Raises ConfigError when the authority's files are
         none."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -177,7 +177,8 @@ class CertificateMaker:
             x509.IPAddress(ipaddress.ip_address(host)) if _is_address(host) else x509.DNSName(host)
             for host in self._hosts
         ]
-        alternatives += [x509.UniformResourceIdentifier(uri) for uri in uris]
+        alternatives += [x509.DNSName(name) for name in dns_names(identities)]
+        alternatives += [x509.UniformResourceIdentifier(one.uri) for one in identities]
         one = self._builder(ca.subject, _name("service"), key.public_key())
         one = one.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         one = one.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -265,21 +266,21 @@ class OpensslMaker:
             self._run(work, f"req -x509 -new -key authority.key {extensions} -out ca.pem")
             return Authority((work / "ca.pem").read_bytes(), (work / "authority.key").read_bytes())
 
-    def certificate(self, authority: Authority, uris: Sequence[str]) -> tuple[bytes, bytes]:
-        """Returns a certificate with these URI names, and its key."""
+    def certificate(self, authority: Authority, identities: Sequence[Identity]) -> tuple[bytes, bytes]:
+        """Returns a certificate that says these, and its key."""
         with tempfile.TemporaryDirectory(prefix="kvmesh-tls-") as name:
             work = Path(name)
             (work / "ca.pem").write_bytes(authority.cert)
             _write(work / "authority.key", authority.key, 0o600)
-            self._prepare(work, "service", uris)
+            self._prepare(work, "service", identities)
             self._run(work, "req -new -key service.key -config service.conf -out service.csr")
             signing = "-CA ca.pem -CAkey authority.key -CAcreateserial -extfile service.conf -extensions service"
             self._run(work, f"x509 -req -in service.csr {signing} {self._valid} -out cert.pem")
             return (work / "cert.pem").read_bytes(), (work / "service.key").read_bytes()
 
-    def _prepare(self, work: Path, kind: str, uris: Sequence[str]) -> None:
+    def _prepare(self, work: Path, kind: str, identities: Sequence[Identity]) -> None:
         names = [f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in self._hosts]
-        names += [f"URI:{uri}" for uri in uris]
+        names += [f"DNS:{name}" for name in dns_names(identities)] + [f"URI:{one.uri}" for one in identities]
         text = _OPENSSL_CONFIG.format(common=_NAMES[kind], alternatives=",".join(names))
         (work / f"{kind}.conf").write_text(text, encoding="ascii")
         self._run(work, f"ecparam -name prime256v1 -genkey -noout -out {kind}.ec")

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from kvmesh.rpc import security
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
 
 KEEPALIVE_MS = 10_000
@@ -35,8 +36,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def connect(address: str, *, tls: security.Security | None = None) -> grpc.aio.Channel:
-    """Opens a channel to `host:port`. It connects at the first call; the caller owns and closes it.
+def connect(
+    address: str, server: ServerRole = ServerRole.MEMBER, *, tls: security.Security | None = None
+) -> grpc.aio.Channel:
+    """Opens a channel to `host:port`. It connects at the first call; the caller owns and closes it. `server` is what
+    must answer there, where `tls_server_name` asks for roles.
 
     It uses TLS when this process was configured so (`security.configure`); `tls` overrides that. When the certificate's
     files change, later calls go over a new connection, and calls under way end on the old one.
@@ -44,25 +48,26 @@ def connect(address: str, *, tls: security.Security | None = None) -> grpc.aio.C
     tls = security.current() if tls is None else tls
     if not tls.ca:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return _secure(address, tls) if tls.source is None else RenewedChannel(address, tls)
+    return _secure(address, server, tls) if tls.source is None else RenewedChannel(address, server, tls)
 
 
-def _secure(address: str, tls: security.Security) -> grpc.aio.Channel:
+def _secure(address: str, server: ServerRole, tls: security.Security) -> grpc.aio.Channel:
     credentials = tls.channel_credentials()
     assert credentials is not None, "only with tls_ca"
     options: list[tuple[str, str | int]] = [*CHANNEL_OPTIONS]
-    if tls.server_name:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    if name := tls.name_of(server):
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class RenewedChannel(grpc.aio.Channel):
     """A channel whose certificate is replaced when its files are. Each call begins on the newest one."""
 
-    def __init__(self, address: str, tls: security.Security) -> None:
+    def __init__(self, address: str, server: ServerRole, tls: security.Security) -> None:
         self._address = address
+        self._server = server
         self._tls = tls
-        self._newest = _secure(address, tls)
+        self._newest = _secure(address, server, tls)
         self._old: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -70,7 +75,8 @@ class RenewedChannel(grpc.aio.Channel):
         """Returns the channel for calls that begin now."""
         tls = self._tls.renewed()
         if tls is not self._tls and not self._closed:
-            old, self._tls, self._newest = self._newest, tls, _secure(self._address, tls)
+            old, self._tls = self._newest, tls
+            self._newest = _secure(self._address, self._server, tls)
             self._old[old] = task = asyncio.get_running_loop().create_task(old.close(END_S), name="end old channel")
             task.add_done_callback(lambda _: self._old.pop(old, None))
         return self._newest

@@ -26,6 +26,7 @@ from kvmesh.errors import (
 )
 from kvmesh.rpc import channels
 from kvmesh.rpc.addresses import split
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.fastpath.caller import FastCaller, control_calls
 from kvmesh.rpc.status import NotServed
 from kvmesh.rpc.terms import LeaderTerms
@@ -107,6 +108,9 @@ def moves_on(error: KvmeshError) -> bool:
     return isinstance(error, NotLeader | StaleTerm | Unavailable | DeadlinePassed)
 
 
+_SERVED_BY = {"kvmesh.v1.StoreMaster": ServerRole.STORE, "kvmesh.v1.Conductor": ServerRole.CONDUCTOR}
+
+
 class ServiceClient:
     """Calls one service at one address at a time. It is open from `connect` to `close`, any number of times, and keeps
     what it learnt of fast paths. Methods in `fast`, which are called often, use the fast path while there is one; the
@@ -132,7 +136,7 @@ class ServiceClient:
         """Opens the client, which must be closed. The first call makes the connection itself."""
         assert self._channel is None, f"it is connected to {self._address}"
         self._address = address
-        self._channel = channels.connect(address)
+        self._channel = channels.connect(address, _SERVED_BY.get(self._service.full_name, ServerRole.MEMBER))
         self._calls = control_calls(address, self._channel, self._service)
 
     @property

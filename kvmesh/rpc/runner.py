@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 
@@ -57,9 +56,7 @@ def serve_metrics(config: ServiceConfig) -> tuple[str, Callable[[], None]]:
     host = config.metrics_host or config.host
     tls = None
     if config.metrics_tls == "auto" and config.tls_cert:
-        security.load_pair(config.tls_cert, config.tls_key, "tls_cert", "tls_key")  # names what is wrong
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.load_cert_chain(config.tls_cert, config.tls_key, password="")
+        tls = security.watched_context(config.tls_cert, config.tls_key, "tls_cert", "tls_key")
     limits = MetricsLimits(config.metrics_connections, config.metrics_timeout_ms / 1000)
     port, close = names.serve_metrics(host, config.metrics_port, limits, tls)
     return join(host, port), close

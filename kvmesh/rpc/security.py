@@ -10,12 +10,8 @@ exist stay. A file that cannot be used is refused with one line in the log, and 
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import ssl
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,10 +20,9 @@ from typing import Any, Protocol
 import grpc
 
 from kvmesh.errors import ConfigError, TlsFailed, Unavailable
+from kvmesh.rpc.authorisation import ServerRole
+from kvmesh.watched_files import WatchedFiles
 
-log = logging.getLogger(__name__)
-
-LOOK_S = 1.0  # how often files are looked at, at most
 FIELDS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 _KEY = re.compile(rb"-----BEGIN (\w+ )*PRIVATE KEY-----")
@@ -64,41 +59,45 @@ class TlsFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """The checked PEM bytes; empty for none. `source` reads them again when their files have changed; None for bytes
-    that come from no file."""
+    """The checked PEM bytes; empty for none. `paths` are where they were read; `source` reads them again when their
+    files have changed, and is None for bytes that come from no file."""
 
     cert: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
     ca: bytes = field(default=b"", repr=False)
     server_name: str = ""
-    source: CertificateFiles | None = field(default=None, repr=False, compare=False)
+    paths: TlsFiles = field(default=TlsFiles(), compare=False)
+    source: WatchedFiles[Security] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def load(cls, files: Files) -> Security:
         """Reads and checks the files. Raises ConfigError, which names field and path, when one is missing, unreadable,
         not PEM or encrypted, does not match the other, or makes no sense alone."""
-        source = CertificateFiles(files)  # before they are read: a change meanwhile is seen later
-        cert, key = load_pair(files.tls_cert, files.tls_key, "tls_cert", "tls_key")
-        ca = b""
-        if files.tls_ca:
-            ca = _read(files.tls_ca, "tls_ca")
-            _check_authorities(ca, files.tls_ca, "tls_ca")
-        elif files.tls_server_name:
-            raise _refuse("tls_server_name", files.tls_server_name, "is of no use without tls_ca")
-        loaded = cls(cert=cert, key=key, ca=ca, server_name=files.tls_server_name, source=source)
-        source.newest = loaded
-        return loaded
+        paths = TlsFiles(**{name: getattr(files, name) for name in FIELDS})
+        pem_files = (paths.tls_cert, paths.tls_key, paths.tls_ca)
+        source = WatchedFiles("certificates", pem_files, lambda: cls._read(paths))
+        return replace(source.value(), source=source)
 
-    @property
-    def paths(self) -> TlsFiles:
-        """Returns where they were read."""
-        return self.source.files if self.source is not None else TlsFiles()
+    @classmethod
+    def _read(cls, paths: TlsFiles) -> Security:
+        cert, key = load_pair(paths.tls_cert, paths.tls_key, "tls_cert", "tls_key")
+        ca = b""
+        if paths.tls_ca:
+            ca = _read(paths.tls_ca, "tls_ca")
+            _check_authorities(ca, paths.tls_ca, "tls_ca")
+        elif paths.tls_server_name:
+            raise _refuse("tls_server_name", paths.tls_server_name, "is of no use without tls_ca")
+        return cls(cert=cert, key=key, ca=ca, server_name=paths.tls_server_name, paths=paths)
+
+    def name_of(self, server: ServerRole) -> str:
+        """Returns the name that the certificate of such a server must hold; "" for the address that is called."""
+        return self.server_name.replace("{role}", server)
 
     def renewed(self) -> Security:
-        """Returns what the files hold now, this object itself while that is the same. It looks at the files at most
-        once in `LOOK_S`, and may be called in any thread."""
-        newest = self.source.look() if self.source is not None else self
-        return self if newest == self else newest
+        """Returns what the files hold now, this object itself while that is the same. It may be called in any
+        thread."""
+        newest = self.source.value() if self.source is not None else self
+        return self if newest == self else replace(newest, source=self.source)
 
     @property
     def asks_clients(self) -> bool:
@@ -124,51 +123,6 @@ class Security:
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self, mutual), renewal, require_client_authentication=mutual
         )
-
-
-class CertificateFiles:
-    """Looks whether the files of one `Security` have changed. Thread-safe."""
-
-    def __init__(self, files: Files) -> None:
-        self.files = TlsFiles(**{name: getattr(files, name) for name in FIELDS})
-        self._paths = [path for path in (files.tls_cert, files.tls_key, files.tls_ca) if path]
-        self._lock = threading.Lock()
-        self._looked = time.monotonic()
-        self._seen = self._states()
-        self.newest = PLAINTEXT  # set once they are read
-
-    def look(self) -> Security:
-        """Returns what the files held when they were last of use."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._looked < LOOK_S:
-                return self.newest
-            self._looked = now
-            states = self._states()
-            if states == self._seen:
-                return self.newest
-            try:
-                found = Security.load(self.files)
-            except ConfigError as error:  # perhaps one of them is not replaced yet
-                log.warning("certificates are not renewed: %s", error.message)
-            else:
-                if bool(found.ca) is bool(self.newest.ca):
-                    self.newest = replace(found, source=self)
-                    log.info("certificates are renewed: %s", ", ".join(self._paths))
-                self._seen = states
-            return self.newest
-
-    def _states(self) -> list[tuple[int, int, int] | None]:
-        return [_state(path) for path in self._paths]
-
-
-def _state(path: str) -> tuple[int, int, int] | None:
-    """Returns what changes with a file's content, through links (Kubernetes replaces a link); None without a file."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class _Renewal:
@@ -248,6 +202,19 @@ def load_pair(cert_path: str, key_path: str, cert_field: str, key_field: str) ->
     return cert, key
 
 
+def watched_context(cert: str, key: str, cert_field: str, key_field: str) -> WatchedFiles[ssl.SSLContext] | None:
+    """Returns the context of a listener that asks for no client certificate, made anew when the files have changed;
+    None without files. Raises ConfigError as `load_pair` does."""
+
+    def read() -> ssl.SSLContext:
+        load_pair(cert, key, cert_field, key_field)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key, password="")
+        return context
+
+    return WatchedFiles(f"{cert_field}, {key_field}", (cert, key), read) if cert or key else None
+
+
 def _check_authorities(pem: bytes, path: str, name: str) -> None:
     if _CERTIFICATE not in pem:
         raise _refuse(name, path, "holds no PEM certificate")
@@ -302,7 +269,8 @@ def explain(details: str) -> Unavailable | None:
         return TlsFailed(f"{where} has a certificate that tls_ca does not vouch for{told}")
     if "Hostname Verification" in details:
         name = f"tls_server_name={_current.server_name!r}" if _current.server_name else "that address"
-        return TlsFailed(f"{where} has a certificate that does not name {name}")
+        role = ": it is of another role than that service's" if "{role}" in _current.server_name else ""
+        return TlsFailed(f"{where} has a certificate that does not name {name}{role}")
     if "handshake failed" in details.lower():
         return TlsFailed(f"{where}: {details[-200:]}")
     if details.rstrip().endswith(("Socket closed", "Connection reset by peer")):

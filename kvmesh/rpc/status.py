@@ -141,7 +141,41 @@ async def _fail(context: Any, method: str, err: Exception) -> NoReturn:
 
 
 _Behavior = Callable[[Any, Any], Any]
-Guard = Callable[[str, Any, Any], None]  # (path, request, context): raises when the caller may not call that
+# (path, message, context): raises when the caller may not call that. Of a stream it is asked twice: without a message
+# (None) when the call comes, and about the first one.
+Guard = Callable[[str, Any, Any], None]
+
+
+class GuardedRequests:
+    """The messages of a stream of requests, of which the first is shown to `check` before anybody reads it."""
+
+    def __init__(self, requests: AsyncIterator[Any], check: Callable[[Any], None]) -> None:
+        self._requests = requests
+        self._check = check
+        self._checked = False
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return aiter(self._requests) if self._checked else self  # further messages cost nothing more
+
+    async def __anext__(self) -> Any:
+        message = await anext(aiter(self._requests))
+        if not self._checked:
+            self._check(message)
+            self._checked = True
+        return message
+
+
+def _guarded(request: Any, method: str, guard: Guard | None, context: Any) -> Any:
+    """Returns the request, or the stream of them. Raises when the caller may not make this call, or sent no message."""
+    if isinstance(request, DecodeError):
+        raise request
+    if guard is None:
+        return request
+    if not hasattr(request, "__aiter__"):
+        guard(method, request, context)
+        return request
+    guard(method, None, context)
+    return GuardedRequests(request, lambda message: guard(method, message, context))
 
 
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -159,11 +193,7 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 def _guard_call(behavior: _Behavior, method: str, guard: Guard | None) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         try:
-            if isinstance(request, DecodeError):
-                raise request
-            if guard is not None:
-                guard(method, request, context)
-            return await behavior(request, context)
+            return await behavior(_guarded(request, method, guard, context), context)
         except asyncio.CancelledError:
             raise
         except Exception as err:
@@ -175,11 +205,7 @@ def _guard_call(behavior: _Behavior, method: str, guard: Guard | None) -> Callab
 def _guard_stream(behavior: _Behavior, method: str, guard: Guard | None) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            if isinstance(request, DecodeError):
-                raise request
-            if guard is not None:
-                guard(method, request, context)
-            async for response in behavior(request, context):
+            async for response in behavior(_guarded(request, method, guard, context), context):
                 yield response
         except asyncio.CancelledError:
             raise
@@ -191,7 +217,7 @@ def _guard_stream(behavior: _Behavior, method: str, guard: Guard | None) -> Call
 
 class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
     """A server interceptor that turns a raised KvmeshError into its status and detail, and anything else into INTERNAL,
-    logged. `guard` is asked about every call first.
+    logged. `guard` is asked about every call, and a stream's first message.
 
     It covers unary-unary, unary-stream, stream-stream and stream-unary handlers, written as coroutines or as
     asynchronous generators.

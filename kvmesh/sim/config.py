@@ -156,6 +156,8 @@ class SimConfig:
             raise _bad("chunk_tokens", self.chunk_tokens, f"at least block_tokens={self.block_tokens}")
         if self.heartbeat_s >= self.conductor.lease_s:
             raise _bad("heartbeat_s", self.heartbeat_s, f"below conductor.lease_s={self.conductor.lease_s}")
+        if self.host is not None and any(spec.pipeline is not None or spec.slots > 1 for spec in self._specs):
+            raise _bad("host", self.host, "None where an instance has a pipeline or several slots")
         wanted = ("prefill", "decode") if self.mode is MeshMode.DISAGGREGATED else ("coupled",)
         for name in wanted:
             if not getattr(self, name):
@@ -213,6 +215,10 @@ class SimConfig:
         return StepClock(node, self.seed, noise=self.noise, spread=self.spread, slow=self.slow, freeze=self.freeze)
 
     @property
+    def _specs(self) -> tuple[NodeSpec, ...]:
+        return (*self.prefill, *self.decode, *self.coupled)
+
+    @property
     def _names(self) -> set[str]:
         pools = ("p", self.prefill), ("d", self.decode)
         return {f"{letter}{n}" for letter, specs in pools for n in range(len(specs))}
@@ -248,6 +254,8 @@ def _check_spec(name: str, spec: NodeSpec, block_tokens: int) -> None:
             raise _bad(f"{name}.{field_name}", getattr(spec, field_name), f"at least {least}")
     if not spec.nic_bytes_per_s > 0:
         raise _bad(f"{name}.nic_bytes_per_s", spec.nic_bytes_per_s, "above 0")
+    if spec.slots < 1 or spec.kv_tokens // spec.slots < block_tokens:
+        raise _bad(f"{name}.slots", spec.slots, f"at least 1, each with {block_tokens} of kv_tokens={spec.kv_tokens}")
     if spec.ssd_tokens > 0 and not spec.ssd_read_bytes_per_s > 0:
         raise _bad(f"{name}.ssd_read_bytes_per_s", spec.ssd_read_bytes_per_s, "above 0 where there is an SSD")
 

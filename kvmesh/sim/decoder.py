@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator
+from math import inf
 from typing import Protocol
 
 from kvmesh.clock import NEVER
@@ -43,12 +44,13 @@ class DecodeListener(Protocol):
 class _Seat(Row):
     """A request that decodes."""
 
-    __slots__ = ("life", "swap")
+    __slots__ = ("life", "slot", "swap")
 
     def __init__(self, life: Life, last_s: float) -> None:
         super().__init__(life.tokens, life.left - 1, last_s)
         self.life = life
         self.swap: list[int] = []  # extents it was preempted into
+        self.slot = 0  # the copy of dp that it is a row of
 
     @property
     def order(self) -> tuple[int, int]:
@@ -78,7 +80,11 @@ class Decoder:
         self._seated: dict[int, _Seat] = {}  # have pages
         self._holding = 0  # requests with extents of their own, or held ones
         self.step_times = StepTimes()
-        self.rows = Rows(loop, node.spec.times.decode_s, self._border, self._block, node.clock, self.step_times)
+        self._slots = node.spec.slots
+        self._slot_pages = self.pages // self._slots
+        self._fullest = 1, 1.0  # rows of the slot that has the most, and its share of all contexts times the slots
+        step_s = node.spec.times.decode_s if self._slots == 1 else self._lockstep_s
+        self.rows = Rows(loop, step_s, self._border, self._block, node.clock, self.step_times)
         self._joining: list[_Seat] = []  # have their pages, and wait for the next border
         self._unwanted: list[_Seat] = []  # leave the batch at the next border
         self._woken = False
@@ -111,8 +117,9 @@ class Decoder:
     def _refusal(self, life: Life) -> KvmeshError | None:
         blocks = -(-life.tokens // self._block)
         most = -(-(life.tokens + life.left - 1) // self._block)
-        if blocks > self.store.total or most > self.pages:
-            return ContextTooLong.of("prompt_tokens", life.tokens, f"its pages hold {self.pages * self._block} tokens")
+        if blocks > self.store.total or most > self._slot_pages:
+            held = self._slot_pages * self._block
+            return ContextTooLong.of("prompt_tokens", life.tokens, f"its pages hold {held} tokens")
         if not rules.admits(len(self.lives), self.limits):
             share = self.limits.max_running / (len(self.lives) - len(self._seated) + 1)
             return Overloaded(
@@ -246,7 +253,13 @@ class Decoder:
         while self._loading and rules.has_seat(len(self._seated), self.limits):
             seat = self._loading[0]
             need = -(-(seat.context + 1) // self._block)
-            if not rules.may_load(self.free_pages, need, self._watermark, len(self._seated)):
+            free = self.free_pages
+            if self._slots > 1:
+                free_of = [self._slot_pages - used for used in self._used()]
+                free = max(free_of)
+                seat.slot = free_of.index(free)
+            seats = len(self._seated) // self._slots
+            if not rules.may_load(free, need, self._watermark // self._slots, seats):
                 return
             self.free_pages -= need
             del self._loading[0]
@@ -343,6 +356,8 @@ class Decoder:
     def _room(self) -> int:
         """For how many steps there are pages, at most until the first row is over; whoever has to make room does."""
         rows = self.rows
+        if self._slots > 1:
+            return self._room_of_slots()
         while rows.rows:
             most, free = rows.until_end, self.free_pages
             if len(rows) * (most // self._block + 1) <= free or rows.growth(most) <= free:
@@ -353,8 +368,50 @@ class Decoder:
                 return 0  # those that are being copied into their pages will run, and end
         return 0
 
-    def _preempt(self) -> bool:
-        seats = [row for row in self.rows.rows if isinstance(row, _Seat)]
+    def _room_of_slots(self) -> int:
+        """Does what `_room` does where each slot has pages of its own."""
+        rows = self.rows
+        while rows.rows:
+            counts, contexts = [0] * self._slots, [0] * self._slots
+            for row in rows.rows:
+                assert isinstance(row, _Seat)
+                counts[row.slot] += 1
+                contexts[row.slot] += rows.now_of(row)
+            self._fullest = max(counts), max(contexts) * self._slots / max(1, sum(contexts))
+            # A row takes a page at most once in as many steps as a page has tokens.
+            free = [self._slot_pages - used for used in self._used()]
+            spare = [one // count if count else inf for one, count in zip(free, counts, strict=True)]
+            if (least := min(spare)) >= 1:
+                return int(min(rows.until_end, least * self._block))
+            slots = range(self._slots)
+            if all(spare[slot] >= 1 or self._growth(slot) <= free[slot] for slot in slots):
+                return 1
+            least = next(slot for slot in slots if spare[slot] < 1 and self._growth(slot) > free[slot])
+            if not self._preempt(int(least)):
+                return 0
+        return 0
+
+    def _growth(self, slot: int) -> int:
+        """Returns the pages that a slot's rows take in the next step."""
+        rows, block = self.rows, self._block
+        seats = [row for row in rows.rows if isinstance(row, _Seat) and row.slot == slot]
+        return sum(max(0, -(-(rows.now_of(row) + 1) // block) - rows.pages_of(row)) for row in seats)
+
+    def _used(self) -> list[int]:
+        """Returns the pages of each slot's rows, at this border, and of those that are on their way into it."""
+        found = [0] * self._slots
+        for seat in self._seated.values():
+            here = seat in self.rows.rows
+            found[seat.slot] += self.rows.pages_of(seat) if here else -(-(seat.context + 1) // self._block)
+        return found
+
+    def _lockstep_s(self, batch: int, context_tokens: float) -> float:
+        """Returns the seconds of a step whose slots keep step with the fullest of them: the others have dummy rows."""
+        most, share = self._fullest
+        return self.node.spec.times.decode_s(max(batch, most * self._slots), context_tokens * share)
+
+    def _preempt(self, slot: int | None = None) -> bool:
+        seats = [row for row in self.rows.rows if isinstance(row, _Seat) and slot in (None, row.slot)]
         seat = rules.victim(rules.in_order(seats))
         if seat is None:
             return False

@@ -3,13 +3,20 @@
 As in `services/prefill`: a request joins the line and pulls what its placement names, at once, at the time that this
 asks for, or when its turn comes sooner; the planner forms steps of whoever has his blocks; a block that somebody else
 computes or pulls is waited for; what is computed is sealed chunk by chunk. Steps follow one another without a gap. KV
-leaves with each step (pushes.py)."""
+leaves with each step (pushes.py).
+
+Where layers lie in several stages, a step begins when the first stage is free: the steps before it are in later stages.
+It ends in each stage as `kvmesh.chunk_pipeline.pipeline_ends` has it. Its KV is reckoned to leave while it is in the
+last stage: there chunks follow one another as they do in each."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
+from kvmesh.chunk_pipeline import stage_ends
 from kvmesh.services.conductor.domain import Load, PrefillSample
 from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.services.prefill.planner import Chunk, Planner, Wait
@@ -31,6 +38,14 @@ class PrefillListener(Protocol):
         """Its first token is there."""
 
 
+class _Step(NamedTuple):
+    """A step that is being computed."""
+
+    chunks: list[Chunk]
+    began_s: float
+    device_s: float  # that it keeps the whole instance busy
+
+
 class Prefiller:
     """One instance. `may_compute`: whether the device is free for prompts."""
 
@@ -39,7 +54,8 @@ class Prefiller:
     ) -> None:
         self.node = node
         self.store = node.store
-        self.planner = Planner(config.plan)
+        pipeline = node.spec.pipeline
+        self.planner = Planner(replace(config.plan, chunk_cost=None if pipeline is None else pipeline.chunk_cost()))
         self.lives: dict[int, Life] = {}
         self.pages = node.spec.kv_tokens // config.block_tokens
         self.free_pages = self.pages
@@ -49,8 +65,10 @@ class Prefiller:
         self._promised: dict[bytes, int] = {}  # blocks that admitted requests will have computed
         self._pulling: dict[bytes, TransferJob] = {}
         self._waiters: dict[TransferJob, dict[Life, None]] = {}
-        self._step: list[Chunk] = []  # being computed
-        self._step_began_s = self._step_ends_s = 0.0
+        self._under_way: deque[_Step] = deque()  # in order; several in the stages of a pipeline
+        self._step_ends_s = 0.0  # the last one of them
+        self._busy = False  # whether the device, or its first stage, computes
+        self._stage_ends_s: list[float] = []  # when each stage ends what it has
         self.rates = Rates()
         self._steps = 0  # begun since the start
         self._resting = False  # between two steps, where that takes time
@@ -258,45 +276,77 @@ class Prefiller:
     @property
     def idle(self) -> bool:
         """Whether nothing is being computed."""
-        return not self._step
+        return not self._under_way
 
     def pump(self) -> None:
         """Begin the next step if none is being computed and there is one."""
-        if self._step or self._resting or self.dead or not self.may_compute():
+        if self._busy or self._resting or self.dead or not self.may_compute():
             return
         chunks = self.planner.next_step(self._rest, self._admit, self._total)
         if not chunks:
             return
-        now = self._step_began_s = self._loop.now
-        self._step = chunks
+        now = self._loop.now
         pieces = [(chunk.end - chunk.start, chunk.start) for chunk in chunks]
-        times = self.node.spec.times
-        seconds = times.prefill_s(pieces)
+        pipeline = self.node.spec.pipeline
+        stages = [self.node.spec.times.prefill_s(pieces)] if pipeline is None else list(pipeline.stages_s(pieces))
         if self.node.clock is not None:
-            seconds = self.node.clock.step_s(now, seconds, "prefill", self._steps)
+            seconds = sum(stages)
+            factor = self.node.clock.step_s(now, seconds, "prefill", self._steps) / seconds
+            stages = [one * factor for one in stages]
         self._steps += 1
         tokens = sum(new for new, _ in pieces)
+        device_s = sum(stages) / len(stages)
         for chunk in chunks:
             life = self.lives[chunk.handle]
-            life.record.prefill_gpu_s += seconds * (chunk.end - chunk.start) / tokens
+            life.record.prefill_gpu_s += device_s * (chunk.end - chunk.start) / tokens
             if life.first_step_s < 0:
                 life.first_step_s = life.record.prefill_start_s = now
                 life.record.queue_s = now - life.record.at_s
                 self._owner.begun(life)
-            self._pushes.computing(life, chunk, now, seconds)
-        self._step_ends_s = now + seconds
+        self._busy = True
+        self._under_way.append(_Step(chunks, now, device_s))
+        if pipeline is not None:
+            self._go_through(chunks, now, stages, pipeline.send_s(tokens))
+            return
+        self._push(chunks, now, stages[0])
+        self._step_ends_s = now + stages[0]
         if self.node.machine is not None:
-            self.node.machine.prefill(seconds, self._step_done)
+            self.node.machine.prefill(stages[0], self._step_done)
         else:
-            self._loop.after(seconds, self._step_done)
+            self._loop.after(stages[0], self._step_done)
+
+    def _go_through(self, chunks: list[Chunk], now: float, stages: list[float], send_s: float) -> None:
+        """Has a step go through all stages of a pipeline."""
+        ends = stage_ends(self._stage_ends_s or [now] * len(stages), stages, send_s, now)
+        self._stage_ends_s = ends
+        self._step_ends_s = ends[-1]
+        last_s = ends[-1] - stages[-1]
+        self._loop.at(last_s, lambda: self._push(chunks, last_s, stages[-1]))
+        self._loop.at(ends[-1], self._step_done)
+        self._loop.at(ends[0], self._first_stage_free)
+
+    def _first_stage_free(self) -> None:
+        self._busy = False
+        self.pump()
+
+    def _push(self, chunks: list[Chunk], now: float, seconds: float) -> None:
+        if self.dead:
+            return
+        for chunk in chunks:
+            life = self.lives[chunk.handle]
+            if self.node.spec.pipeline is None or not life.lost:
+                self._pushes.computing(life, chunk, now, seconds)
 
     def _step_done(self) -> None:
         if self.dead:
             return
-        chunks, self._step = self._step, []
+        chunks, began_s, device_s = self._under_way.popleft()
         now = self._loop.now
+        piped = self.node.spec.pipeline is not None
+        if not piped:
+            self._busy = False
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        each_ns = (now - self._step_began_s) * 1e9 / tokens * self._block
+        each_ns = (device_s if piped else now - began_s) * 1e9 / tokens * self._block
         known_ns = self.rates.computed_ns
         self.rates.computed_ns += (each_ns - known_ns) * (NEWEST if known_ns else 1.0)
         before, self._done = self._done, self._done.plus(chunks)
@@ -310,7 +360,8 @@ class Prefiller:
             life.over = chunk.last
             self._pushes.computed(life, chunk)
             if life.lost:
-                self._drop(life)
+                if not self._computes(life):
+                    self._drop(life)
             elif chunk.last:
                 life.record.prefill_end_s = now
                 self._owner.prefilled(life)
@@ -319,6 +370,10 @@ class Prefiller:
             self.node.machine.rest(self._rested)
         else:
             self.pump()
+
+    def _computes(self, life: Life) -> bool:
+        """Whether a step under way has a chunk of it."""
+        return any(chunk.handle == life.handle for step in self._under_way for chunk in step.chunks)
 
     def _rested(self) -> None:
         self._resting = False
@@ -365,9 +420,11 @@ class Prefiller:
         assert life.lost
         if self.dead or life.handle not in self.lives:
             return
-        if all(chunk.handle != life.handle for chunk in self._step):
+        if not self._computes(life):
             self._drop(life)
             self.pump()
+        elif self.node.spec.pipeline is not None:  # else nothing is planned before the step ends
+            self.planner.drop(life.handle)
 
     def _drop(self, life: Life) -> None:
         """Takes a request away without a sample, and frees what it holds."""
@@ -394,14 +451,14 @@ class Prefiller:
         as they would share steps."""
         now, times, limit = self._loop.now, self.node.spec.times, self.planner.config.max_batch_tokens
         factor = self._times_as_long()
-        left_s = max(0.0, self._step_ends_s - now) if self._step else 0.0
+        left_s = max(0.0, self._step_ends_s - now) if self._under_way else 0.0
         pieces: list[tuple[int, int]] = []
         room = limit
         for life in self.lives.values():
             new = life.tokens - life.computed if life.pages else life.expected_rest
             if life.over or new <= 0:
                 continue
-            new -= sum(chunk.end - chunk.start for chunk in self._step if chunk.handle == life.handle)
+            new -= sum(c.end - c.start for step in self._under_way for c in step.chunks if c.handle == life.handle)
             if new > room and pieces:
                 left_s += factor * times.prefill_s(pieces)
                 pieces, room = [], limit
@@ -444,7 +501,9 @@ class Prefiller:
         lives, waiting, queued = self.lives, len(self.planner.waiting), 0
         if lives:  # else nothing is anywhere
             queued = sum([lives[handle].expected_rest for handle in self.planner.waiting])
-            queued += self.planner.unsubmitted_tokens + sum([chunk.end - chunk.start for chunk in self._step])
+            queued += self.planner.unsubmitted_tokens + sum(
+                [chunk.end - chunk.start for step in self._under_way for chunk in step.chunks]
+            )
         store = self.store
         return Load(
             queued_requests=waiting,
@@ -468,6 +527,6 @@ class Prefiller:
 
     def check_empty(self) -> None:
         """AssertionError unless everything came back: after the last request."""
-        assert not (self.lives or self._promised or self._pulling or self._step or len(self.planner.waiting))
+        assert not (self.lives or self._promised or self._pulling or self._under_way or len(self.planner.waiting))
         assert self.free_pages == self.pages, f"{self.node.name}: {self.free_pages} of {self.pages} pages came back"
         self.store.check_integrity()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from kvmesh.clock import lease_clock
 from kvmesh.errors import InvalidRequest, NotLeader, TransferError
 from kvmesh.kvcache.keys import KEY_BYTES, split, tenant_tag
 from kvmesh.kvcache.tiers import Tier
@@ -31,6 +32,7 @@ MAX_KEYS = 4096  # keys in one Find, Bind or Resolve
 FLEET_S = 1.0  # how long figures of pool nodes are used: nodes report about as often
 YOUNG_S = 0.05  # between two calls to a master that does not know all nodes yet
 NOTHING = bytes(KEY_BYTES)
+REMOVED_S = 300.0  # a removal that was over for longer is told no node: each is dead or has heard of it
 MAX_QUOTA = (1 << 63) - 1
 QUOTA_NAME_BYTES = 256  # the longest name that a master takes; the name is for people
 
@@ -75,6 +77,15 @@ class Directory:
         self._master = LeaderClient(SERVICE, LeaderTracker(store), FAST)
         self._fleet = _Fleet()
         self._asking = asyncio.Lock()
+        self._removed = (0, 0.0)  # the last removal of this client that is over, and since when
+
+    @property
+    def removed(self) -> tuple[int, int]:
+        """The number of the last removal that this client has seen end, and how many milliseconds ago; 0, 0 if none has
+        in the last REMOVED_S."""
+        seq, over = self._removed
+        ago_s = lease_clock() - over
+        return (seq, int(ago_s * 1000)) if seq and ago_s < REMOVED_S else (0, 0)
 
     @property
     def term(self) -> int:
@@ -205,6 +216,7 @@ class Directory:
         for some in _portions(keys) if keys else ((),):
             request = pb.RemoveRequest(keys=b"".join(some), prefix=prefix)
             answer = await self.call("Remove", request, _left(deadline))
+            self._removed = max(self._removed, (answer.seq, lease_clock()))
             acknowledged |= set(answer.acknowledged)
             pending |= set(answer.pending)
             blocks += answer.removed

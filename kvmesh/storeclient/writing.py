@@ -287,6 +287,7 @@ class BlockWriter:
             checksum=await _checksums(blocks) if wish.verify else (),
             traceparent=ambient(),
         )
+        request.removed_seq, request.removed_ago_ms = self._directory.removed
         with self._memory.ticket() as ticket:
             request.ticket, request.ticket_offset = ticket.value, ticket.offset
             wait_s = min(within_ms / 1000 + (ANSWER_S if last else NEXT_ANSWER_S), max(wish.left_s(), 0.001))

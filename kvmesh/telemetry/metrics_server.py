@@ -24,6 +24,7 @@ from prometheus_client import make_wsgi_app
 
 from kvmesh.errors import ConfigError
 from kvmesh.telemetry import readiness
+from kvmesh.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def serve(
     port: int,
     registry: Any,
     limits: MetricsLimits | None = None,
-    tls: ssl.SSLContext | None = None,
+    tls: WatchedFiles[ssl.SSLContext] | None = None,
 ) -> tuple[int, Callable[[], None]]:
     """Listens; returns the bound port and a function that closes it. Every path that is no probe's shows `registry`.
 
@@ -96,7 +97,7 @@ class _MetricsServer:
     """Owns the listener, every connection and both threads."""
 
     def __init__(
-        self, listener: socket.socket, registry: Any, limits: MetricsLimits, tls: ssl.SSLContext | None
+        self, listener: socket.socket, registry: Any, limits: MetricsLimits, tls: WatchedFiles[ssl.SSLContext] | None
     ) -> None:
         self._listener = listener
         self._limits = limits
@@ -188,7 +189,7 @@ class _MetricsServer:
     def _welcome(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         if self._tls is not None:
-            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            sock = self._tls.value().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         connection = _Connection(sock, time.monotonic() + self._limits.timeout_s, shaken=self._tls is None)
         self._open[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)

@@ -55,6 +55,7 @@ from prometheus_client.registry import Collector
 from kvmesh.telemetry import metrics_server
 from kvmesh.telemetry.sampled import SampledFamily, SampledMetrics
 from kvmesh.version import kvmesh_version
+from kvmesh.watched_files import WatchedFiles
 
 # ── spans ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -483,7 +484,7 @@ def serve_metrics(
     host: str,
     port: int,
     limits: metrics_server.MetricsLimits | None = None,
-    tls: ssl.SSLContext | None = None,
+    tls: WatchedFiles[ssl.SSLContext] | None = None,
 ) -> tuple[int, Callable[[], None]]:
     """Serves `/metrics`, `/live` and `/ready` from threads of their own; returns the bound port and a function that
     closes it.

@@ -45,7 +45,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
     models = Models(await _preparers(config))
     keys = KeyFile(config.api_keys)
     keys.load()
-    http_tls = security.load_pair(config.http_tls_cert, config.http_tls_key, "http_tls_cert", "http_tls_key")[0]
+    http_tls = security.watched_context(config.http_tls_cert, config.http_tls_key, "http_tls_cert", "http_tls_key")
     names.activate("gateway")
     async with contextlib.AsyncExitStack() as stack:
         metrics, close_metrics = serve_metrics(config)
@@ -94,7 +94,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         application: Any = app.build(core)
         if checks_hosts(config, keys=keys.required):
             application = HostCheck(application, config.allowed_hosts)
-        http = HttpServer(application, config)
+        http = HttpServer(application, config, http_tls)
         await http.start()
         stack.push_async_callback(http.stop)
         for name, work in (("catalog", catalog.run()), ("api keys", keys.follow()), ("quotas", quotas.run())):

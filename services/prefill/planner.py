@@ -16,6 +16,8 @@
   the one long request that has begun: a long one is held up between its chunks, never given up. Without one, while
   both kinds are waiting, steps alternate between them: neither starves the other. With several tenants the kind is
   that of whoever goes first.
+- With a `chunk_cost` the chunks of a long prompt take equal compute, not equal tokens: those that follow one another
+  through the stages of a pipeline wait for the slowest (kvmesh.chunk_pipeline).
 - A request that does not get its pages blocks everybody behind it in the queue: none overtakes it on memory.
 - A request whose next block is being computed or loaded for somebody else is passed over until that block is in the
   cache, and one whose next block is being pulled from another node until it is here, for a bounded time.
@@ -29,12 +31,14 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvmesh.chunk_pipeline import ChunkCost, bounded_borders
 from kvmesh.services.prefill.tenant_shares import TenantShares
 from kvmesh.work_class import work_class
 
 NS = 1_000_000_000
 # Waiting requests looked at for one step; bounds a step's planning however long the queue is.
 SCAN = 64
+LEAST_SHARE = 8  # a chunk of equal compute has at least so many times fewer tokens than the longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,7 @@ class PlanConfig:
     size_weight: float = 0.0  # 0: sizes do not matter
     grid: int = 0  # no chunk goes beyond a multiple of so many tokens (`cache_groups.snapshot_grid`); 0: no bound
     fair: bool = True  # between tenants; else all prompts are of one
+    chunk_cost: ChunkCost | None = None  # what chunks of a long prompt are to have equal; None: tokens
 
 
 def chunk_end(start: int, total: int, block_tokens: int, limit: int, grid: int = 0) -> int:
@@ -179,6 +184,7 @@ class Work:
     long: bool
     rank: tuple[int, int]  # that it had in the queue
     priority: int
+    ends: tuple[int, ...] = ()  # of its chunks of equal compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +337,8 @@ class Planner:
             if handle == self._blocked:
                 self._blocked = 0
             place = self.waiting.rank(handle), self.waiting.priority(handle)
-            work = self._work[handle] = Work(handle, start, total(handle), long, *place)
+            end = total(handle)
+            work = self._work[handle] = Work(handle, start, end, long, *place, self._borders(start, end, long))
             self.waiting.remove(handle)
             room = self._take(work, room, chunks)
         return chunks
@@ -339,11 +346,24 @@ class Planner:
     def _candidates(self) -> list[int]:
         return [handle for handle, _ in zip(self.waiting, range(SCAN), strict=False)]
 
+    def _chunk_limit(self, work: Work) -> int:
+        """Returns how many tokens the next chunk of `work` has at most."""
+        end = next((end for end in work.ends if end > work.start), work.start + self._chunk)
+        return min(self._chunk, end - work.start)
+
+    def _borders(self, start: int, total: int, long: bool) -> tuple[int, ...]:
+        """Returns where chunks of equal compute end; none: only the limits of a step cut the prompt."""
+        cost, block, most = self.config.chunk_cost, self.config.block_tokens, self.config.prefill_chunk_tokens
+        if cost is None or not long or total - start <= most:
+            return ()
+        most = max(block, most - most % block)
+        return tuple(bounded_borders(total, most, cost, cached=start, block=block, least=most // LEAST_SHARE))
+
     def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:
         """Moves the next chunk of `work` into `chunks` if it fits into `room` tokens and need not wait; returns the
         room that is left."""
         stop = next((end for end in self.ends(work.handle) if end > work.start), work.total)
-        end = chunk_end(work.start, stop, self.config.block_tokens, self._chunk, self.config.grid)
+        end = chunk_end(work.start, stop, self.config.block_tokens, self._chunk_limit(work), self.config.grid)
         if end - work.start > room or (self.prepare is not None and not self.prepare(work.handle, work.start, end)):
             return room
         chunks.append(Chunk(work.handle, work.start, end, end == work.total))

@@ -47,10 +47,12 @@ class Change(Enum):
 
 @dataclass(frozen=True)
 class NodeJoined:
-    """An incarnation begins. `removed_seq` is the last tombstone that this node, in any incarnation, has applied."""
+    """An incarnation begins. `removed_seq` is the last tombstone that this node, in any incarnation, has applied;
+    `lasting_seq` the last one that its next incarnation will have applied, if that is another one."""
 
     member: RegisteredNode
     removed_seq: int = 0
+    lasting_seq: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import grpc.aio
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.tombstones import Tombstone
 from kvmesh.rpc import channels, status
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.services.store import mapping
@@ -225,7 +226,7 @@ class StoreOrderQueue:
         """Yields the channel to an address. It is kept open for the next call, unless too many are."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = channels.connect(address)
+            channel = self._channels[address] = channels.connect(address, ServerRole.NODE)
         self._channels.move_to_end(address)
         self._users[address] = self._users.get(address, 0) + 1
         try:

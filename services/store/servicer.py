@@ -173,7 +173,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         member = request.member
         who = member.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {member.instance.address}")
-        self._step(NodeJoined(mapping.member_in(member), request.removed_seq))
+        lasting = request.lasting_seq if request.HasField("lasting_seq") else None
+        self._step(NodeJoined(mapping.member_in(member), request.removed_seq, lasting))
         pulse = self._state.pulse
         return pb.JoinResponse(
             heartbeat_interval_ms=pulse.interval_ms,

@@ -195,7 +195,7 @@ class MasterState:
             case NodeJoined(member):
                 self._join(member, now, actions)
                 if (life := self._lives.get(member.instance_id)) is not None and life.member == member:
-                    self.policy.joined(member, event.removed_seq)
+                    self.policy.joined(member, event.removed_seq, event.lasting_seq)
             case Beat():
                 self._beat(event, now, actions)
             case NodeLeft(instance_id, incarnation):

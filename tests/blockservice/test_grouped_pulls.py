@@ -240,15 +240,15 @@ async def test_quotas_count_anchors_and_evict_in_all_groups(bench: Desk) -> None
     keys = [b"tagA" + bytes([at]) * 12 for at in range(6)]
     async with group_node("a") as a:
         await a.fill(bench, keys)
-        a.blocks.beat_answered(_limited(b"tagA", 6))
+        a.blocks.beat_answered(_limited(b"tagA", 6), 0)
         assert a.blocks.partitions.quotas.count(b"tagA") == 6, "not three times as many"
         await asyncio.sleep(0)
         assert len(a.store.keys()) == 6
         held = a.store.stores[0].hold(keys)
-        a.blocks.beat_answered(_limited(b"tagA", 2))
+        a.blocks.beat_answered(_limited(b"tagA", 2), 0)
         assert a.store.masks(keys) == bytes([ALL] * 6), "while all anchors are in use nothing goes in their place"
         a.store.stores[0].release(held)
-        a.blocks.beat_answered(_limited(b"tagA", 2))
+        a.blocks.beat_answered(_limited(b"tagA", 2), 0)
         await until(lambda: len(a.store.keys()) == 2)
         assert a.store.masks(a.store.keys()) == bytes([ALL] * 2), "what stays is whole, what went is nowhere"
         a.settled()

@@ -19,6 +19,7 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.pool import pool
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.membership.test_master_answers import master_at
 from tests.support.nodes import LAYOUT, SHARD, bench, keys_of, node, stub
@@ -287,6 +288,31 @@ async def test_orders_of_a_master_of_yesterday_are_refused() -> None:
         assert (await caller.counts()).term == 7, "it is compared and not learnt: who gives orders need not be a master"
         await caller.rpc.Remove(pb.RemoveBlocksRequest(keys=keys[0]))  # nobody's order
         assert await held(caller, keys) == b"\0"
+
+
+async def test_a_put_after_a_removal_waits_until_this_node_has_heard_of_that() -> None:
+    """The node was frozen when it was asked to remove a block, and wakes when the same block is put again."""
+    async with master_at(7) as (master, store), pool_and_caller(store=store) as caller:
+        keys, more = keys_of(1), keys_of(2)
+        assert (await caller.put(keys, [5_000])).held == b"\1"
+        master.mute.clear()  # nothing is heard of the master from here on
+        seq = 7 << 32
+        early = await caller.put(keys + more, [5_000] * 2, removed_seq=seq, read_within_ms=200)
+        assert early.held == b"\0\0" and f"removed_seq={seq}" in early.why_not
+        assert await held(caller, keys) == b"\1"
+        again = asyncio.ensure_future(caller.put(keys + more, [5_000] * 2, removed_seq=seq))
+        master.tombstones = [pb_store.Tombstone(seq=seq, keys=keys[0])]
+        master.mute.set()
+        assert (await again).held == b"\1\1"
+
+        async def heard() -> bool:
+            return master.beats[-1].removed_seq == seq
+
+        await until(heard)
+        await caller.check(keys + more)  # what was sealed since is not what was removed
+        # A master that never heard of a removal, as it has lost its tombstones, has none to tell of.
+        assert (await caller.put(keys_of(3), [100], removed_seq=seq + 1)).held == b"\1"
+        await caller.idle()
 
 
 async def test_an_instance_takes_no_puts_of_bytes() -> None:

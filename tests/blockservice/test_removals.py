@@ -104,6 +104,121 @@ def test_the_model_notices(broken: type[Removals], monkeypatch: pytest.MonkeyPat
         Model.TestCase("runTest").runTest()
 
 
+class PutsModel(RuleBasedStateMachine):
+    """A client removes keys and puts them again at a node that hears the master late, and some orders later still: what
+    the node says it holds it does not lose to a removal that was over before the put. The master asks directly in
+    order, or not at all, and may lose its tombstones."""
+
+    make: type[Removals] = Removals
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = self.make()
+        self.now = self.seq = self.over_ns = 0
+        self.tombstones: list[Tombstone] = []  # the master's
+        self.applied = 0  # what the master knows of the node
+        self.orders: list[int] = []  # direct ones, on their way
+        self.answers: list[tuple[int, list[Tombstone]]] = []  # to beats, with the time of these
+        self.keys: dict[int, int] = {}  # seq → key
+        self.held: dict[int, int] = {}  # key → the last removal that was over when it was put
+
+    def carry_out(self, seq: int) -> None:
+        key = self.keys[seq]
+        assert self.held.get(key, 0) < seq, "a put is lost"
+        self.held.pop(key, None)
+
+    @rule(key=st.integers(0, 1))
+    def remove(self, key: int) -> None:
+        self.seq += 1
+        self.now += 1
+        self.keys[self.seq] = key
+        if self.applied == self.seq - 1:
+            self.orders.append(self.seq)
+        self.tombstones.append(Tombstone(self.seq, (bytes([key]),)))
+        self.over_ns = self.now
+
+    @rule()
+    def order_arrives(self) -> None:
+        if self.orders:
+            seq = self.orders.pop(0)
+            if not self.node.carried_out(seq):
+                self.carry_out(seq)
+                self.node.direct(seq)
+
+    @rule(reports=st.booleans())
+    def master_answers(self, reports: bool) -> None:
+        self.now += 1
+        if reports:
+            self.applied = max(self.applied, self.node.applied)
+        self.answers.append((self.now, [each for each in self.tombstones if each.seq > self.node.applied]))
+
+    @rule()
+    def node_hears(self) -> None:
+        if self.answers:
+            asked, tombstones = self.answers.pop(0)
+            for each in self.node.due(tombstones):
+                self.carry_out(each.seq)
+                self.node.done(each.seq)
+            if tombstones:
+                self.node.done(tombstones[-1].seq)
+            else:
+                self.node.heard_all(asked)
+
+    @rule()
+    def beat(self) -> None:
+        self.answers.clear()
+        self.master_answers(False)
+        self.node_hears()
+
+    @rule()
+    def master_forgets(self) -> None:
+        self.tombstones.clear()
+        self.answers.clear()
+        self.orders.clear()
+
+    @rule(key=st.integers(0, 1))
+    def put(self, key: int) -> None:
+        self.now += 1
+        if self.node.has_heard(self.seq, self.over_ns):
+            self.held[key] = self.seq
+
+
+TestPutsModel = PutsModel.TestCase
+TestPutsModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+class Deaf(Removals):
+    """Takes a put whatever its caller knows."""
+
+    def has_heard(self, seq: int, over_ns: int) -> bool:
+        return True
+
+
+class Tireless(Removals):
+    """Carries out an order as often as it comes."""
+
+    def carried_out(self, seq: int) -> bool:
+        return False
+
+
+class Early(Removals):
+    """Counts an answer whose question was asked before the removal was over."""
+
+    def heard_all(self, asked_ns: int) -> None:
+        self._heard_ns = 1 << 62
+
+
+@pytest.mark.parametrize("broken", [Deaf, Tireless, Early])
+def test_the_model_of_puts_notices(broken: type[Removals], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PutsModel, "make", broken)
+    found = settings(
+        max_examples=3000, stateful_step_count=20, deadline=None, database=None, report_multiple_bugs=False
+    )
+    monkeypatch.setattr(PutsModel.TestCase, "settings", found)
+    with pytest.raises(AssertionError, match="a put is lost"):
+        PutsModel.TestCase("runTest").runTest()
+
+
 class Bench:
     """A store, something below it, and the desk."""
 
@@ -173,6 +288,7 @@ async def test_tombstones_reach_every_tier_once_and_are_remembered(tmp_path: Pat
     made.seal(a)
     await made.desk.apply([told(8, c), told(9, a)])
     assert made.store.keys() == [a] and made.desk.removed_seq == 9, "removed directly, put again since"
+    assert await made.desk.remove([a], seq=9) == 0 and made.store.holds(a), "an order that waited in a frozen socket"
     assert (tmp_path / "ssd" / FILE).read_text() == "9"
     assert Bench(tmp_path / "ssd").desk.removed_seq == 9
     assert Bench().desk.removed_seq == 0, "without a disk nothing outlives the process"

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.blockservice.object_family import ObjectFamily, PartLayout, part_of
 from kvmesh.blockservice.shard_wire import from_wire, to_wire, writers_of
 from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.front import check_config
+from kvmesh.kvcache.cache_groups import CacheGroup, CacheKind, CacheLayout
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks.devices import device_of
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -22,12 +24,29 @@ def cut(ranks: int, heads: int = 2) -> tuple[ShardLayout, ...]:
 
 
 def test_layouts_come_back_from_the_wire_as_they_were() -> None:
-    odd = replace(cut(4)[3], first_layer=2, planes=1)
+    odd = replace(cut(4)[3], first_layer=2, planes=1, turn=1, turns=2)
     assert from_wire(to_wire((*cut(2), odd)), "layouts") == (*cut(2), odd)
     with pytest.raises(InvalidRequest, match=r"layouts: .*kv_heads=0"):
         from_wire([pb.ShardLayout(layers=1)], "layouts")
+    assert not to_wire(cut(2))[0].turns, "what ranks without turns tell has not changed"
+    wrong = to_wire([odd])[0]
+    wrong.turn = 2
+    with pytest.raises(InvalidRequest, match=r"layouts: .*turn=2 of turns=2"):
+        from_wire([wrong], "layouts")
     with pytest.raises(InvalidRequest, match="at most 1024"):
         from_wire([pb.ShardLayout()] * 1025, "layouts")
+
+
+def test_the_text_of_a_partition_tells_of_turns() -> None:
+    group = CacheGroup("all", (0, 1, 2), CacheLayout(1, 1, 40), CacheKind.ALL)
+    family = ObjectFamily("model bfloat16", 16, (group,), (2,))
+    cuts = tuple(replace(family.object(0), turn=turn, turns=2) for turn in range(2))
+    text = family.part(0, cuts)
+    assert text.endswith(" #0 L0+3H0+1T0/2|L0+3H0+1T1/2")
+    read = part_of(text)
+    assert read is not None and read.cuts == cuts
+    assert part_of(text.replace("T1/2", "T2/2")) is None
+    assert part_of(family.part(0)) == PartLayout(family, 0, (family.object(0),))
 
 
 @pytest.mark.parametrize(

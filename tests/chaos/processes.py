@@ -15,9 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from kvmesh.cli.up.plan import Ports
 from kvmesh.rpc.process import PARENT_ENV
 from tests.chaos.network import Loopback
 
+PORTS = Ports()  # nobody else is given one of these while a process is still starting, or is dead for a while
 READY_S = 60.0
 END_S = 10.0
 

@@ -193,9 +193,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_script_that_does_not_ask_for_it_waits_for_nothing(said: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cordon, "_wait", lambda *args: pytest.fail("it waits"))
-    for args in (["--drain"], ["--drain", "--no-wait"], ["--wait"]):
-        done = CliRunner().invoke(app, ["cordon", "p0", *args])
+    monkeypatch.setattr(draining, "looking", lambda *args: pytest.fail("it waits"))
+    cases = [("cordon", "--drain"), ("cordon", "--drain", "--no-wait"), ("cordon", "--wait"), ("drain", "--no-wait")]
+    for command, *args in cases:
+        done = CliRunner().invoke(app, [command, "p0", *args])
         assert (done.exit_code, len(done.stdout.splitlines())) == (0, 1)
 
 
@@ -221,8 +222,9 @@ def test_the_command_ends_with_what_came_of_it(
         yield once
 
     monkeypatch.setattr(draining, "looking", looking)
-    done = CliRunner().invoke(app, ["cordon", "p0", "--drain", "--wait", "--timeout", "0.1"])
-    assert done.exit_code == code
-    assert shown in done.output
-    assert done.stdout.startswith("p0: draining (was open)\n")
-    assert len(said) == 1, "the drain is begun once, and never ended"
+    for command in (["cordon", "p0", "--drain"], ["drain", "p0"]):
+        done = CliRunner().invoke(app, [*command, "--wait", "--timeout", "0.1"])
+        assert done.exit_code == code
+        assert shown in done.output
+        assert done.stdout.startswith("p0: draining (was open)\n")
+    assert [one[:2] for one in said] == [("p0", 2)] * 2, "each begins the drain once, and never ends it"

@@ -16,6 +16,7 @@ import yaml
 
 from kvmesh.cli.serve import SERVICES, config_class, known_keys
 from kvmesh.config import load
+from kvmesh.rpc.authorisation import ROLE_NAME
 from kvmesh.services.conductor.domain import Role
 from kvmesh.telemetry import names
 from tests.support.compose import chart, programs
@@ -265,6 +266,7 @@ def test_a_slip_in_the_values_is_refused(helm: Helm, slip: str) -> None:
     ("values", "says"),
     [
         ({"redis": {"enabled": False}}, "need Redis"),
+        ({"tls": {"secrets": {"store": "stores"}}}, "is needed, as others have one"),
         ({"decode": {"device": "cuda"}}, "each rank takes a GPU of its own"),
         ({"model": {"source": "pvc"}}, "model.claim"),
         ({"model": {"source": "hostPath"}}, "model.hostPath"),
@@ -280,6 +282,27 @@ def test_a_slip_in_the_values_is_refused(helm: Helm, slip: str) -> None:
 def test_values_that_do_not_go_together_are_refused(helm: Helm, values: Manifest, says: str) -> None:
     done = helm.run("template", values)
     assert done.returncode != 0 and says in done.stderr
+
+
+def test_each_pod_has_the_certificate_of_its_role_alone(helm: Helm, rendered: dict[str, list[Manifest]]) -> None:
+    def mounted(manifests: list[Manifest]) -> dict[str, str]:
+        found = {}
+        for one in workloads(manifests):
+            volumes = one["spec"]["template"]["spec"].get("volumes", [])
+            if names := [each["secret"]["secretName"] for each in volumes if each["name"] == "tls"]:
+                found[component(one)] = ",".join(names)
+                told = environment(main_container(one))
+                assert told["KVMESH_TLS_SERVER_NAME"] == ROLE_NAME
+                assert told["KVMESH_TLS_CERT"] == "/etc/kvmesh/tls/tls.crt"
+        return found
+
+    instances = dict.fromkeys(("prefill", "decode", "coupled"), "instances")
+    others = {"store": "stores", "pool": "stores", "conductor": "conductors", "gateway": "gateways"}
+    assert mounted(rendered["everything"]) == {**instances, **others}
+    partly = {"tls": {"secrets": {"store": "stores"}, "secretName": "mesh-tls"}}
+    wanted = dict.fromkeys(("prefill", "decode", "conductor", "gateway"), "mesh-tls")
+    assert mounted(helm.manifests(partly)) == {**wanted, "store": "stores"}
+    assert mounted(rendered["defaults"]) == {}
 
 
 @pytest.mark.parametrize("network", ["trusted", "untrusted"])
@@ -365,8 +388,8 @@ def test_a_password_of_ones_own_makes_no_secret(helm: Helm) -> None:
 def test_prometheus_follows_tls(rendered: dict[str, list[Manifest]]) -> None:
     (monitor,) = of_kind(rendered["everything"], "PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    ca = {"secret": {"name": "mesh-tls", "key": "ca.crt"}}
-    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", {"ca": ca, "serverName": "mesh"})
+    tls = {"ca": {"secret": {"name": "gateways", "key": "ca.crt"}}, "serverName": "member.kvmesh.internal"}
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", tls)
     (monitor,) = of_kind(rendered["gpu"], "PodMonitor")
     assert "scheme" not in monitor["spec"]["podMetricsEndpoints"][0]
 

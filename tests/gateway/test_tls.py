@@ -13,6 +13,7 @@ import grpc
 import httpx
 import pytest
 
+from kvmesh import watched_files
 from kvmesh.errors import ConfigError, TlsFailed, Unavailable
 from kvmesh.rpc import security
 from kvmesh.rpc.certificates import Certificates, make_certificates
@@ -84,6 +85,27 @@ async def test_plaintext_clients_of_secure_doors_and_the_reverse(
         with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
             await http.get(f"{mesh.url}/health")
     assert (await mesh.http.get("/health")).status_code == 200
+
+
+async def test_a_renewed_certificate_is_for_new_connections(
+    make_mesh: MeshMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.0)
+    made = make_certificates(tmp_path)
+    mesh = await make_mesh(http_tls_cert=str(made.cert), http_tls_key=str(made.key), http_ca=made.ca)
+    host, _, port = str(mesh.told["http"]).rpartition(":")
+
+    async def shown() -> str:
+        return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=15)
+
+    first = made.cert.read_text()
+    assert (await mesh.http.get("/health")).status_code == 200
+    assert await shown() == first
+    made.cert.write_text("not a certificate")
+    assert await shown() == first, "what was goes on"
+    make_certificates(tmp_path)
+    assert await shown() == made.cert.read_text() != first
+    assert (await mesh.http.get("/health")).status_code == 200, "over the connection of before"
 
 
 async def test_a_mesh_that_speaks_otherwise_is_said_in_one_line(made: Certificates, make_mesh: MeshMaker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
-from kvmesh.kvcache.groups import GroupPlan, plan_group
+from kvmesh.kvcache.groups import MAX_PERIOD, GroupPlan, plan_group
 from kvmesh.kvcache.layout import ShardLayout, joined
 
 TOKENS, DIM = 2, 3  # of a block and of a head: small, a run is a run
@@ -59,6 +60,10 @@ def check(plan: GroupPlan, layers: int, heads: int, blocks: int, steps: list[lis
                         assert first <= a < a + length <= last, "a layer that is not computed yet"
                         landed[b // 4 : (b + length) // 4] = mine[a // 4 : (a + length) // 4]
                         written[b // 4 : (b + length) // 4] += 1
+                        assert source.holds(block) and target.holds(block)
+            if not target.holds(block):
+                assert not written.any(), f"reader {r} has no block {block}"
+                continue
             assert written.tolist() == [1] * len(written), f"reader {r}, block {block}"
             assert landed.tolist() == elements(target, model).tolist(), f"reader {r}, block {block}"
 
@@ -179,3 +184,63 @@ def test_joined_has_a_limit() -> None:
     assert joined(runs, 4) == runs, "a run is never cut"
     assert joined([(0, 0, 8), (8, 16, 8), (24, 24, 8)]) == [(0, 0, 8), (8, 16, 8), (24, 24, 8)]
     assert joined([]) == []
+
+
+# ── ranks that take turns by block ────────────────────────────────────────────────────────────────
+
+
+def by_turns(ranks: tuple[ShardLayout, ...], turns: int) -> tuple[ShardLayout, ...]:
+    """Each rank `turns` times, with every turns-th block: what cp makes of them, or dcp of replicas."""
+    return tuple(replace(one, turn=turn, turns=turns) for one in ranks for turn in range(turns))
+
+
+def moved(plan: GroupPlan, blocks: int) -> int:
+    return sum(loads(plan, blocks).values())
+
+
+@settings(max_examples=80, deadline=None)
+@given(groups(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3, 6]), st.data())
+def test_any_turns_into_any_others(
+    ranks: tuple[int, int, tuple[ShardLayout, ...], tuple[ShardLayout, ...]],
+    writing: int,
+    reading: int,
+    data: st.DataObject,
+) -> None:
+    """Any cut reads what any cut wrote; bytes that move are what the readers have, each once."""
+    layers, heads, writers, readers = ranks
+    writers, readers = by_turns(writers, writing), by_turns(readers, reading)
+    readers = tuple(data.draw(st.permutations(readers))[: data.draw(st.integers(1, len(readers)))])
+    plan = plan_group(writers, readers)
+    check(plan, layers, heads, 13, whole(plan))
+    assert moved(plan, 12) == sum(12 // reading * shard.shard_bytes for shard in readers)
+
+
+def test_a_latent_over_dcp_is_read_by_one_rank_and_back() -> None:
+    latent = shard((0, 4), (0, 1), planes=1)
+    two = by_turns((latent,), 2)
+    for writers, readers in ((two, (latent,)), ((latent,), two), (two, two), (two, by_turns((latent,), 4))):
+        plan = plan_group(writers, readers)
+        assert moved(plan, 8) == 8 * latent.shard_bytes, "what one rank would have: no block moves twice"
+        for w, r, block in itertools.product(range(len(writers)), range(len(readers)), range(8)):
+            sends = writers[w].holds(block) and readers[r].holds(block)
+            assert plan.runs(w, r, block) == (((0, 0, latent.shard_bytes),) if sends else ())
+    assert [sorted(plan_group(two, two).marks(r)) for r in range(2)] == [[0], [1]]
+    # Two of one turn share its blocks: of those, every second one is each one's.
+    plan = plan_group((*two, *two), (latent,))
+    assert [[w for w in range(4) if plan.runs(w, 0, block)] for block in range(6)] == [[0], [1], [2], [3], [0], [1]]
+
+
+def test_turns_that_cannot_be() -> None:
+    one = shard((0, 1), (0, 1))
+    with pytest.raises(ConfigError, match="turn=2 of turns=2"):
+        replace(one, turn=2, turns=2)
+    with pytest.raises(ConfigError, match="turns=1025"):
+        replace(one, turns=1025)
+    with pytest.raises(ConfigError, match="no writer holds"):
+        plan_group((replace(one, turns=2),), (one,))
+    with pytest.raises(ConfigError, match=f"at most {MAX_PERIOD} are planned"):
+        plan_group((replace(one, turns=1024),), (replace(one, turns=1023),))
+    last = replace(one, turn=2, turns=3)
+    assert [last.place(block) for block in (2, 5, 8)] == [0, 1, 2] and not last.holds(4)
+    with pytest.raises(IndexError, match="block 4 is not at turn 2 of 3"):
+        last.place(4)

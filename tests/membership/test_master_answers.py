@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -27,6 +28,8 @@ class Master(pb_store_grpc.StoreMasterServicer):
         self.joins: list[pb_store.JoinRequest] = []
         self.beats: list[pb_store.BeatRequest] = []
         self.announced: list[pb_store.AnnounceRequest] = []
+        self.mute = asyncio.Event()  # cleared: beats are heard, and answered when it is set
+        self.mute.set()
 
     async def Join(self, request: pb_store.JoinRequest, context: object) -> pb_store.JoinResponse:  # noqa: N802
         self.joins.append(request)
@@ -36,6 +39,7 @@ class Master(pb_store_grpc.StoreMasterServicer):
 
     async def Beat(self, request: pb_store.BeatRequest, context: object) -> pb_store.BeatResponse:  # noqa: N802
         self.beats.append(request)
+        await self.mute.wait()
         answer = pb_store.BeatResponse(tombstones=self._due(request.removed_seq))
         answer.MergeFrom(self.beat)
         return answer

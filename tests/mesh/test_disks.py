@@ -206,7 +206,7 @@ async def test_answers_are_right_whatever_the_disks_do(
             os.truncate(path, 4096)
         await load.until_fault("prefill-0", "ssd", "io")
 
-        # Read-only, by the kernel. An instance that dies then says so when it starts, and starts once that is mended.
+        # Read-only, by the kernel. An instance that starts then leaves the tier out: see test_left_out.
         disk.turn_read_only()
         await load.until_fault("prefill-0", "ssd", "io", "new")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.chunk_pipeline import ChunkCost
 from kvmesh.services.prefill.planner import PlanConfig, Planner, Wait, WaitingPrompts, chunk_end
 from kvmesh.services.prefill.state import PrefillLoad, PrefillState
 from tests.support.prefill.script import Player, make_state
@@ -202,3 +203,19 @@ def test_a_storm_of_refusals_counts_the_line_once(monkeypatch: pytest.MonkeyPatc
     said = [line for n in range(10, 40) for line in player.play(f"start {n} prompt=xy+1")]
     assert sum("overloaded" in line for line in said) >= 30
     assert len(counted) <= 1
+
+
+def test_with_a_cost_of_chunks_a_long_prompt_is_cut_by_compute() -> None:
+    """Chunks get shorter as more tokens lie before them; a step that rows bound is cut again."""
+    cost = ChunkCost(token=1e-6, pair=1e-9)
+    config = PlanConfig(block_tokens=16, prefill_chunk_tokens=1024, long_prompt_tokens=1024, chunk_cost=cost)
+    planner, chunks, total = Planner(config), [], 8200
+    planner.waiting.add(1, 0, 0)
+    for most in (None, 512, *[None] * 40):
+        chunks += planner.next_step(lambda _: total, lambda _: 0, lambda _: total, most)
+    assert [chunk.start for chunk in chunks[1:]] == [chunk.end for chunk in chunks[:-1]]
+    assert chunks[-1].last and chunks[-1].end == total and chunks[1].end - chunks[1].start <= 512
+    lengths = [chunk.end - chunk.start for chunk in chunks]
+    assert lengths[0] > 2 * lengths[-2]
+    works = [cost.work(chunk.start, chunk.end) for chunk in chunks[3:-1]]
+    assert max(works) < 1.2 * min(works)

@@ -51,11 +51,16 @@ async def test_stages_say_what_one_rank_says(name: str, tmp_path: Path) -> None:
         for step in chunks(2, tables[1]):
             both.client.send(step)
         answers = {1: [first], 2: [await first_token(both, chunks(2, tables[1]))]}
-        # What ends by a stop token or its length ends at every stage in the same step.
-        both.client.send(m.Join(2, tables[1], len(PROMPTS[1]), answers[2][0], 0, TOKENS, 0, (), GREEDY))
+        # The other has no room for its whole answer at first: it stalls at every stage, and goes on at every stage.
+        few = tables[1][: -(-len(PROMPTS[1]) // BLOCK)]
+        both.client.send(m.Join(2, few, len(PROMPTS[1]), answers[2][0], 0, TOKENS, 0, (), GREEDY))
         while min(map(len, answers.values())) < TOKENS:
-            for token in (await both.take(m.DecodeStepDone)).tokens:
-                answers[token.handle].append(token.token_id)
+            said = await both.take((m.DecodeStepDone, m.Stalled))
+            if isinstance(said, m.Stalled):
+                both.client.send(m.Grant(said.handle, tables[1][len(few) :]))
+            else:
+                for token in said.tokens:
+                    answers[token.handle].append(token.token_id)
         assert not any(isinstance(message, m.DecodeStepDone) for message in both.drivers[0].inbox)
         both.client.send(m.Join(3, tables[0], len(PROMPTS[0]), first, 0, 1000, 0, (), GREEDY))
         both.client.send(m.Leave(3))

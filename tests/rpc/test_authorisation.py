@@ -8,6 +8,7 @@ import logging
 import pkgutil
 import re
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,26 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from kvmesh.errors import ConfigError, KvmeshError, PermissionDenied, Unavailable
+from kvmesh.errors import ConfigError, KvmeshError, PermissionDenied, TlsFailed, Unavailable
 from kvmesh.rpc import authorisation, pb, security, status
-from kvmesh.rpc.authorisation import ALL_IDENTITIES, PERMISSIONS, CallerRole, Identity, RpcCaller, check, why_not
+from kvmesh.rpc.authorisation import (
+    ALL_IDENTITIES,
+    PERMISSIONS,
+    ROLE_NAME,
+    CallerRole,
+    Identity,
+    RpcCaller,
+    ServerRole,
+    check,
+    why_no_kv,
+    why_not,
+)
 from kvmesh.rpc.certificates import Certificates, make_role_certificates
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.fastpath.client import dial
 from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.fastpath.tickets import MAX_TICKETS, VALID_S, CallerTickets
-from kvmesh.rpc.pb import store_pb2
+from kvmesh.rpc.pb import prefill_pb2, prefill_pb2_grpc, store_pb2
 from kvmesh.rpc.security import Security
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.traces import SERVICE as TRACES
@@ -86,11 +98,10 @@ def test_the_table_has_every_method_and_no_other() -> None:
     assert listed == {one.full_name for one in services()}
 
 
-def test_claims_are_fields_of_unary_requests() -> None:
+def test_claims_are_fields_of_requests() -> None:
     for method in [*methods(), *methods(public=True)]:
         permission = PERMISSIONS[method.containing_service.full_name][method.name]
         if permission.claim:
-            assert not method.client_streaming, path_of(method)
             assert permission.claimed(empty(method)) == "", path_of(method)
 
 
@@ -106,6 +117,7 @@ def test_every_listener_of_the_mesh_is_a_guarded_one() -> None:
 
 
 BEAT = "/kvmesh.v1.StoreMaster/Beat"
+HANDOFF = "/kvmesh.v1.Prefill/Handoff"
 
 
 @pytest.mark.parametrize(
@@ -123,13 +135,17 @@ BEAT = "/kvmesh.v1.StoreMaster/Beat"
         ("grpc", WHO["operator"], "/kvmesh.v1.StoreMaster/Drain", "two", ""),
         ("grpc", (*WHO["instance"], *WHO["operator"]), "/kvmesh.v1.StoreMaster/Drain", "two", ""),
         ("grpc", WHO["all"], BEAT, "two", ""),
+        ("grpc", WHO["instance"], HANDOFF, None, ""),  # a stream whose first message has not come
+        ("grpc", WHO["store"], HANDOFF, None, "is for instance"),
+        ("grpc", WHO["instance"], HANDOFF, "one", ""),
+        ("grpc", WHO["instance"], HANDOFF, "two", "hello.instance.instance_id='two'.*instance/one"),
         ("grpc", WHO["instance"], "/kvmesh.v1.Conductor/Cordon", "", "is for operator; .* says instance"),
         ("grpc", WHO["nobody"], BEAT, "one", "names no role.*kvmesh certs"),
         ("grpc", WHO["nobody"], "/grpc.health.v1.Health/Check", "", ""),
         ("grpc", WHO["all"], "/kvmesh.v1.StoreMaster/New", "", "no entry"),
     ],
 )
-def test_the_decision(transport: str, held: Any, path: str, claimed: str, reason: str) -> None:
+def test_the_decision(transport: str, held: Any, path: str, claimed: str | None, reason: str) -> None:
     found = why_not(RpcCaller(transport, None if held is None else frozenset(held)), path, claimed)
     assert bool(found) == bool(reason)
     assert re.search(reason, found)
@@ -195,6 +211,8 @@ class Anything:
 
     def __getattr__(self, name: str) -> Any:
         async def fail(request: Any, context: Any) -> Any:
+            if hasattr(request, "__aiter__"):
+                await anext(aiter(request))
             raise Unavailable("it was called")
 
         return fail
@@ -285,6 +303,94 @@ async def test_the_fast_path_wants_a_ticket(mtls: dict[str, Security]) -> None:
                 await dial((way,), 7, 5.0, ticket)
     finally:
         await server.close()
+
+
+async def test_a_stream_speaks_for_the_instance_of_its_certificate(mtls: dict[str, Security]) -> None:
+    """An instance can greet another one only with its own name, whatever it sends next."""
+
+    async def greeted(who: str, name: str) -> KvmeshError:
+        hello = prefill_pb2.HandoffRequest()
+        hello.hello.instance.instance_id = name
+        async with connect(address, tls=mtls[who]) as channel:
+            call = prefill_pb2_grpc.PrefillStub(channel).Handoff(timeout=20)
+            await call.write(hello)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()  # it says nothing more: the reset of a stream may overtake its status
+            return status.from_rpc_error(caught.value)
+
+    async with listener() as address:
+        for who, name in (("instance", NAME), ("all", "two")):
+            assert "it was called" in (await greeted(who, name)).message
+        for who, name in (("instance", "two"), ("other", NAME)):
+            error = await greeted(who, name)
+            assert isinstance(error, PermissionDenied)
+            assert re.search(r"hello\.instance\.instance_id='\w+': the caller's certificate is for", error.message)
+
+
+async def test_only_a_stream_s_first_message_is_held_to_the_certificate() -> None:
+    seen: list[int] = []
+
+    async def numbers() -> AsyncIterator[int]:
+        for number in range(3):
+            yield number
+
+    requests = status.GuardedRequests(numbers(), seen.append)
+    assert await anext(aiter(requests)) == 0
+    assert [number async for number in requests] == [1, 2]
+    assert seen == [0]
+    assert [number async for number in status.GuardedRequests(numbers(), seen.append)] == [0, 1, 2]
+    assert seen == [0, 0]
+
+
+HEALTH = "/grpc.health.v1.Health/Check"
+
+
+async def test_a_caller_may_ask_for_the_role_of_a_server(made: dict[str, Certificates]) -> None:
+    """Whoever has another role's certificate and answers at an address is not believed there."""
+    asking = Security.load(replace(made["operator"].files, tls_server_name=ROLE_NAME))
+    before = security.current()
+    try:
+        for who, believed in (
+            ("instance", {ServerRole.INSTANCE, ServerRole.NODE, ServerRole.MEMBER}),
+            ("store", {ServerRole.STORE, ServerRole.NODE, ServerRole.MEMBER}),
+            ("gateway", {ServerRole.MEMBER}),
+            ("nobody", set()),
+            ("all", set(ServerRole)),
+        ):
+            security.use(Security.load(made[who].files))
+            async with listener() as address:
+                security.use(asking)
+                for server in ServerRole:
+                    async with connect(address, server) as channel:
+                        call = channel.unary_unary(HEALTH, response_deserializer=bytes)(b"", timeout=20)
+                        code = await call.code()
+                        assert (code is grpc.StatusCode.OK) is (server in believed), (who, server, code)
+                        if server not in believed:
+                            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                                await call
+                            error = status.from_rpc_error(caught.value)
+                            assert isinstance(error, TlsFailed) and "of another role" in error.message
+    finally:
+        security.use(before)
+
+
+KV = [
+    ("instance", "one/0@7f", ""),
+    ("instance", "two/0@7f", "engine 'two/0@7f': the certificate is for instance/one"),
+    ("instance", "client:one", "is for instance/one"),
+    ("store", "one/0@1", ""),
+    ("client", "client:x", ""),
+    ("all", "two/0@1", ""),
+    ("gateway", "one/0@1", "KV is moved by client, instance, operator, store; the certificate says gateway"),
+    ("conductor", "one/0@1", "says conductor"),
+    ("nobody", "one/0@1", "names no role"),
+]
+
+
+@pytest.mark.parametrize(("who", "engine", "reason"), KV)
+def test_who_may_move_kv(who: str, engine: str, reason: str) -> None:
+    found = why_no_kv(frozenset(WHO[who]), engine)
+    assert bool(found) == bool(reason) and reason in found
 
 
 async def test_without_client_certificates_everybody_is_heard(made: dict[str, Certificates]) -> None:

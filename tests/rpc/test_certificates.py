@@ -34,7 +34,8 @@ def test_what_a_certificate_says(maker: str, tmp_path: Path) -> None:
     authority = x509.load_pem_x509_certificate(made.ca.read_bytes())
     one.verify_directly_issued_by(authority)
     names = one.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["localhost", "node-1.example"]
+    roles = [f"{one}.kvmesh.internal" for one in ("instance", "store", "conductor", "node", "member")]
+    assert names.get_values_for_type(x509.DNSName) == ["localhost", "node-1.example", *roles]
     addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
     assert addresses == ["127.0.0.1", "::1", "10.1.2.3", "fd00::7"]
     uses = set(one.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvmesh import watched_files
 from kvmesh.rpc import security
 from kvmesh.rpc.authorisation import ALL_IDENTITIES, grpc_caller, identities
 from kvmesh.rpc.certificates import Certificates, make_role_certificates
@@ -27,7 +28,7 @@ WANTED = {"a": ALL_IDENTITIES, "b": identities(["operator", "client/b"])}
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(security, "LOOK_S", 0.0)
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.0)
 
 
 @pytest.fixture

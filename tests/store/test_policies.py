@@ -118,6 +118,11 @@ def test_who_missed_what_is_forgotten_starts_from_nothing() -> None:
     books.ended("a", 0.0)
     books.joined("a", 0)  # another life that reports nothing: the last one had applied it
     assert books.newer("a") == [second]
+    books.joined("a", 0, lasting=0)  # one that leaves out the tier of its disk
+    books.reported("a", second.seq)
+    books.ended("a", 0.0)
+    books.joined("a", 0)  # ... which is there again, with what was removed meanwhile
+    assert [(each.seq, each.keys, each.prefix) for each in books.newer("a")] == [(first.seq, (), b"")]
 
 
 def test_tombstones_reach_nodes_in_order_and_not_beside_a_call() -> None:

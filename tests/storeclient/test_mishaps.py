@@ -17,8 +17,7 @@ from kvmesh.services.store.main import run as run_store
 from kvmesh.storeclient import ClientConfig, Policy, StoreClient
 from kvmesh.testing.fault.rules import Rule, Script
 from tests.chaos.network import Loopback
-from tests.chaos.processes import Process, service
-from tests.store.test_policy_processes import free_port
+from tests.chaos.processes import PORTS, Process, service
 from tests.support.services import running, until
 from tests.support.store_clients import MIB, stores, values
 
@@ -35,7 +34,7 @@ async def two_processes(folder: Path) -> AsyncIterator[tuple[str, dict[str, Proc
         nodes: dict[str, Process] = {}
         for name in ("a", "b"):
             flags = {"instance_id": name, "node_id": f"machine-{name}", "store": master.address, "memory_mb": 32}
-            nodes[name] = service("pool", name, Loopback(), free_port(), folder, {**flags, "announce_ms": 5})
+            nodes[name] = service("pool", name, Loopback(), PORTS.take(), folder, {**flags, "announce_ms": 5})
             stack.callback(nodes[name].end)
             nodes[name].start()
         await asyncio.gather(*(node.ready() for node in nodes.values()))

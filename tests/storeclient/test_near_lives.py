@@ -21,8 +21,7 @@ from kvmesh.services.store.config import StoreConfig
 from kvmesh.services.store.main import run as run_store
 from kvmesh.storeclient import ClientConfig, StoreClient
 from tests.chaos.network import Loopback
-from tests.chaos.processes import Process, service
-from tests.store.test_policy_processes import free_port
+from tests.chaos.processes import PORTS, Process, service
 from tests.storeclient.test_near import hits, near_by
 from tests.support.services import running, until
 from tests.support.store_clients import MIB, Stores, values
@@ -43,7 +42,7 @@ async def process(folder: Path, **flags: object) -> AsyncIterator[tuple[str, Pro
     config = StoreConfig(heartbeat_interval_ms=100, lease_ms=3_000)
     async with running(run_store, config) as master:
         told = {"instance_id": "a", "store": master.address, "memory_mb": 32, "announce_ms": 5, **flags}
-        node = service("pool", "a", Loopback(), free_port(), folder, told)
+        node = service("pool", "a", Loopback(), PORTS.take(), folder, told)
         try:
             node.start()
             await node.ready()

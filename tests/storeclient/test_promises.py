@@ -36,8 +36,7 @@ from kvmesh.services.store.config import StoreConfig
 from kvmesh.services.store.main import run as run_store
 from kvmesh.storeclient import ClientConfig, Pin, Policy, StoreClient, SyncStoreClient, content_key, memory, naming
 from tests.chaos.network import Loopback
-from tests.chaos.processes import Process, service
-from tests.store.test_policy_processes import free_port
+from tests.chaos.processes import PORTS, Process, service
 from tests.support.services import running, until
 from tests.support.store_clients import MIB, stores, values
 
@@ -49,11 +48,11 @@ SELDOM_MS = 1_000
 async def processes(folder: Path, *names: str, **flags: Any) -> AsyncIterator[tuple[str, dict[str, Process]]]:
     """A master's address, and pool nodes of these names, each a process. Lives are long: a node that is frozen stays a
     member."""
-    port = free_port()
+    port = PORTS.take()
     made = {"store": service("store", "store", Loopback(), port, folder, {"lease_ms": 60_000})}
     for name in names:
         more = {"instance_id": name, "node_id": f"machine-{name}", "store": f"127.0.0.1:{port}", "memory_mb": 32}
-        made[name] = service("pool", name, Loopback(), free_port(), folder, {**more, **flags})
+        made[name] = service("pool", name, Loopback(), PORTS.take(), folder, {**more, **flags})
     try:
         for one in made.values():
             one.start()

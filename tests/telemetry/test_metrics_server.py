@@ -18,6 +18,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from kvmesh import watched_files
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc import runner
 from kvmesh.rpc.certificates import make_certificates
@@ -177,6 +178,11 @@ def test_with_a_certificate_the_port_speaks_tls_and_containers_probes_follow(
             assert b"process_cpu_seconds_total" in answer.read()
         for env in ({}, {"KVMESH_TLS_CERT": "x"}):
             assert probed(int(port), env) == (0, "live")
+        before = ssl.get_server_certificate((host, int(port)))
+        renewed = make_certificates(tmp_path, ["127.0.0.1"])
+        monkeypatch.setattr(watched_files, "LOOK_S", 0.0)
+        assert ssl.get_server_certificate((host, int(port))) == renewed.cert.read_text() != before
+        assert probed(int(port), {}) == (0, "live")
     finally:
         close()
     address, close = runner.serve_metrics(dataclasses.replace(config, metrics_tls="off", metrics_host="127.0.0.2"))

@@ -6,7 +6,7 @@ run over rdma:
     KVMESH_TEST_TRANSPORTS=rdma KVMESH_TEST_RDMA_DEVICES=rxa0,rxa1/rxb0,rxb1 pytest tests/transfer
 
 with the first set of devices for engines of the test's own process and the second for those of peer processes.
-KVMESH_TEST_TLS=1 has tcp speak TLS in all of them (tests that speak its wire by hand then fail).
+KVMESH_TEST_TLS=1 has tcp speak TLS in all of them, and the peers that speak its wire by hand (`raw`), too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.rpc.authorisation import ROLE_NAME
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.transfer import EngineConfig
 from kvmesh.transfer.config import tls_fields
+from tests.support.transfer import raw
 from tests.support.transfer.peer import Actor, Peer
 
 TRANSPORTS = tuple(name for name in os.environ.get("KVMESH_TEST_TRANSPORTS", "shm,tcp").split(",") if name)
 _DEVICES = [
     tuple(filter(None, names.split(","))) for names in os.environ.get("KVMESH_TEST_RDMA_DEVICES", "/").split("/")
 ]
+TLS = bool(os.environ.get("KVMESH_TEST_TLS"))
+plain_only = pytest.mark.skipif(TLS, reason="about what only plain tcp does")
 
 
 def over(*transports: str) -> pytest.MarkDecorator:
@@ -50,8 +54,9 @@ def cannot_hold(transport: str, where: str, reason: str) -> None:
 def equipped(config: EngineConfig, process: int) -> EngineConfig:
     """With the RDMA devices of the test's process (0) or of its peers' (1), unless the test has chosen; and with TLS
     where that was asked for."""
-    if os.environ.get("KVMESH_TEST_TLS") and not config.tls_cert:
-        config = replace(config, **tls_fields(_certificates().files, network="untrusted"))  # type: ignore[arg-type]
+    if TLS and not config.tls_cert:
+        files = replace(_certificates().files, tls_server_name=ROLE_NAME)  # whatever address a test listens at
+        config = replace(config, **tls_fields(files, network="untrusted"))  # type: ignore[arg-type]
     if "rdma" not in config.transports or config.nics:
         return config
     return replace(config, nics=_DEVICES[process if process < len(_DEVICES) else 0])
@@ -110,6 +115,12 @@ class Nest:
             actor.close()
         for peer in self.peers:
             peer.end()
+
+
+@pytest.fixture(autouse=True)
+def raw_peers_speak_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    if TLS:
+        monkeypatch.setattr(raw, "tls_files", _certificates())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kvmesh.transfer.sender import Sender
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.tcp.path import TcpStream
 from tests.support.transfer.raw import RawTcp
-from tests.transfer.conftest import Nest, engine_threads, over, until
+from tests.transfer.conftest import Nest, engine_threads, over, plain_only, until
 
 MIB = 1 << 20
 
@@ -68,6 +68,7 @@ def test_a_newer_descriptor_leads_to_the_new_address(nest: Nest, transport: str)
 
 
 @over("tcp")
+@plain_only
 def test_what_a_broken_connection_had_not_sent_is_never_sent(nest: Nest) -> None:
     """With MSG_ZEROCOPY it would be read from memory that its owner uses for something else by then."""
     config = EngineConfig(transports=("tcp",), tcp_streams=1, ack_timeout_s=0.2, max_attempts=1, connect_timeout_s=0.3)

@@ -121,13 +121,15 @@ def check_object_url(object_url: str) -> None:
 
 def make_ssd_folder(ssd_path: str) -> None:
     """Makes the folder of a pool node, which opens a tier only when there is something to keep. Raises ConfigError when
-    it cannot be written to."""
+    it cannot be written to; see `medium_failed`."""
     try:
         Path(ssd_path).mkdir(parents=True, exist_ok=True)
+        if os.statvfs(ssd_path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if not os.access(ssd_path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ConfigError(f"ssd_path={ssd_path!r}: {error.strerror}", field="ssd_path") from None
+        raise ConfigError(f"ssd_path={ssd_path!r}: {error.strerror}", field="ssd_path") from error
 
 
 def checked_id(instance_id: str, node_id: str, role: str) -> str:

@@ -3,6 +3,8 @@ answers."""
 
 from __future__ import annotations
 
+import logging
+
 from prometheus_client import Counter
 
 from kvmesh.blockservice.tiers.brain import TierSource
@@ -13,6 +15,8 @@ from kvmesh.kvcache.keys import split
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
+
+log = logging.getLogger(__name__)
 
 # What a rank counts of its part: the name in TierStats, the metric, its labels beside the tier.
 COUNTED: tuple[tuple[str, Counter, dict[str, str]], ...] = (
@@ -32,6 +36,7 @@ class TierLevel:
         self.tier = settings.tier
         self.source = TierSource()
         self.health = Health()
+        self.missing = ""  # why this tier, or a part of it, is left out until the node starts again
         self.parts: dict[str, TierPart] = {}
         self._ranks = ranks
 
@@ -71,6 +76,15 @@ class TierLevel:
         """Returns the error to raise when the tier cannot be used as it is configured."""
         return ConfigError(f"{self.settings.said}: {why}", field="object_url" if self.settings.url else "ssd_path")
 
+    def leave_out(self, why: str) -> None:
+        """Notes that the tier, or a part of it, is left out until the node starts again: its disk fails."""
+        if not self.missing:
+            log.warning(
+                "%s: %s; this node serves without it: mend the disk and start the node again", self.settings.said, why
+            )
+            names.NODE_TIER_FAULTS.labels(tier=self.label, fault="missing").inc()
+        self.missing = self.missing or why
+
     def take_message(self, rank: int, message: m.TierStats | m.TierMoving) -> None:
         """Takes a rank's message that changes only counters and which keys are on their way."""
         part = self.numbered(message.part)
@@ -97,4 +111,7 @@ class TierLevel:
     @property
     def counters(self) -> pb.TierCounters:
         """The tier's counters for GetStore."""
-        return counters_of(self.settings, list(self.parts.values()))
+        told = counters_of(self.settings, list(self.parts.values()))
+        if self.missing:
+            told.why_not = f"left out until a restart: {self.missing}"
+        return told

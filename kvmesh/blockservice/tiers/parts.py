@@ -107,6 +107,7 @@ class TierPart:
     reads: ReadTime = field(default_factory=ReadTime)
     writing: dict[bytes, None] = field(default_factory=dict)
     staging: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)  # read for others' leases
+    missing: bool = False  # it was not opened, since a disk is full, read-only or broken
     tells: bool = False  # its ranks are told what is used in memory, which decides what they move to the next tier
     noted: dict[bytes, None] = field(default_factory=dict)  # keys used since the ranks were told
     promoted: int = 0  # blocks that stayed in DRAM after they were read from here

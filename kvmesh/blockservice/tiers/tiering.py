@@ -21,6 +21,7 @@ from typing import Any
 from kvmesh.blockservice.partitions import Partition, Partitions, unused
 from kvmesh.blockservice.peer_segments import SegmentRank
 from kvmesh.blockservice.removals import Watch
+from kvmesh.blockservice.tiers.config import make_ssd_folder
 from kvmesh.blockservice.tiers.level import TierLevel
 from kvmesh.blockservice.tiers.parts import (
     FollowedPartition,
@@ -35,6 +36,7 @@ from kvmesh.blockservice.tiers.ranks import TierRanks, everywhere
 from kvmesh.blockservice.tiers.reads import Read, TierReads
 from kvmesh.blockservice.tiers.removals import TierRemovals
 from kvmesh.blockservice.tiers.staging import Staging
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
@@ -42,6 +44,7 @@ from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.telemetry import names
+from kvmesh.tiers.ssd.disk import medium_failed
 
 log = logging.getLogger(__name__)
 
@@ -81,13 +84,22 @@ class Tiering:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def open(self) -> None:
-        """Recovers what the tiers hold. Raises ConfigError naming ssd_path or object_url when a tier cannot be used."""
+        """Recovers what the tiers hold. A tier whose disk is full, read-only or broken is left out. Raises ConfigError
+        naming ssd_path or object_url when a tier cannot be used as it is configured."""
         if self._settings.layouts:
             try:
+                if not self._settings.url:
+                    await asyncio.to_thread(make_ssd_folder, str(self._settings.path))
                 for layout, shard_bytes in await asyncio.to_thread(layouts_found, self._settings):
                     self._add(layout, shard_bytes)
+            except ConfigError as error:
+                if not medium_failed(error):
+                    raise
+                self.levels[0].leave_out(error.message)
             except OSError as error:
-                raise self.levels[0].refused(str(error)) from error
+                if not medium_failed(error):
+                    raise self.levels[0].refused(str(error)) from error
+                self.levels[0].leave_out(str(error))
         layouts = list(self.levels[0].parts)
         for layout in layouts:
             self._open(layout)
@@ -95,8 +107,13 @@ class Tiering:
         if waited:
             await asyncio.wait([part.opened for _, part in waited], timeout=OPEN_S)
         for level, part in waited:
-            if not part.ready:
+            if not part.ready and not part.missing:
                 raise level.refused(part.why_not)
+
+    @property
+    def missing(self) -> bool:
+        """Whether some tier is left out: what is removed in this life is not removed there."""
+        return any(level.missing for level in self.levels)
 
     def _add(self, layout: str, shard_bytes: int) -> None:
         number = len(self.levels[0].parts)
@@ -176,9 +193,12 @@ class Tiering:
                 self._changed(self._level(tier).numbered(message.part), rank, message)
             case m.TierStats(tier) | m.TierMoving(tier):
                 self._level(tier).take_message(rank, message)
-            case m.TierOpened(tier, number, why_not):
+            case m.TierOpened(tier, number, why_not, medium):
                 part = self._level(tier).numbered(number)
                 part.unopened.discard(rank)
+                if medium:
+                    part.missing = True
+                    self._level(tier).leave_out(why_not)
                 if why_not or not part.unopened:
                     self._all_opened(part, why_not)
             case _:

@@ -12,6 +12,7 @@ from kvmesh.cli.sim.options import Options, number_of, sessions_of, synthetic_of
 from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvmesh.engine.axes import Axes
     from kvmesh.services.conductor.settings import Settings
     from kvmesh.sim.config import SimConfig
     from kvmesh.sim.hardware.times import NodeSpec
@@ -90,13 +91,13 @@ def config_of(options: Options) -> SimConfig:
     from kvmesh.sim.hardware.hardware import hardware
     from kvmesh.sim.hardware.shapes import shape_of
 
-    spec = node_of(options)
     gpu, shape = hardware(options.gpu), shape_of(options.model)
     counts = {"coupled": options.coupled or 0}
     if options.coupled is None:
         counts = {"prefill": options.prefill or 8, "decode": options.decode or 8}
         for pool in counts:
             counts[pool] += _newcomers(options, pool, counts[pool])
+    specs = {pool: (node_of(options, pool),) * count for pool, count in counts.items() if count}
     coupled = {"prefill-first": MeshMode.COUPLED_PREFILL_FIRST, "chunked": MeshMode.COUPLED_CHUNKED}
     if options.coupled_mode not in coupled:
         raise ConfigError(
@@ -106,9 +107,9 @@ def config_of(options: Options) -> SimConfig:
     chunk = options.chunk_tokens or (MIXED_CHUNK if mode is MeshMode.COUPLED_CHUNKED else CHUNK)
     return SimConfig(
         mode=mode,
-        prefill=(spec,) * counts.get("prefill", 0),
-        decode=(spec,) * counts.get("decode", 0),
-        coupled=(spec,) * counts.get("coupled", 0),
+        prefill=specs.get("prefill", ()),
+        decode=specs.get("decode", ()),
+        coupled=specs.get("coupled", ()),
         block_tokens=options.block_tokens,
         seed=options.seed,
         conductor=_settings(options),
@@ -119,8 +120,9 @@ def config_of(options: Options) -> SimConfig:
         batch_tokens=chunk,
         layers=shape.layers,
         max_running=options.max_running,
-        load_bytes_per_s=options.gpus * gpu.host_bytes_per_s * gpu.efficiency.host,
+        load_bytes_per_s=gpus_of(options, "decode") * gpu.host_bytes_per_s * gpu.efficiency.host,
         prefix_cache=options.prefix_cache,
+        tenant_fairness=options.tenant_fairness,
         host=_host_of(options),
         heartbeat_s=(options.heartbeat or (LIVE_HEARTBEAT_MS if options.unforeseen else HEARTBEAT_MS)) / 1000,
         profiled=not options.unknown,
@@ -154,22 +156,51 @@ def _host_of(options: Options) -> HostModel | None:
     return None if options.times is None or options.coupled else read_fit(options.times).host
 
 
-def node_of(options: Options) -> NodeSpec:
-    """One instance: the roofline of its GPUs or, with `times`, what was fitted."""
+def axes_of(options: Options, pool: str) -> Axes | None:
+    """The axes of an instance of the pool; None: its GPUs are in tensor parallelism. ConfigError names the option."""
+    from kvmesh.engine.axes import Axes
+
+    text = getattr(options, f"{pool}_mesh")
+    if text is None:
+        return None
+    try:
+        return Axes.parse(text)
+    except ConfigError as err:
+        raise ConfigError(f"{pool}_{err.message}", field=f"{pool}_mesh") from None
+
+
+def gpus_of(options: Options, pool: str) -> int:
+    """How many GPUs an instance of the pool has."""
+    axes = axes_of(options, pool)
+    return options.gpus if axes is None else axes.world
+
+
+def node_of(options: Options, pool: str = "decode") -> NodeSpec:
+    """One instance of "prefill", "decode" or "coupled": the roofline of its GPUs or, with `times`, what was fitted."""
     from kvmesh.sim.fitting.mesh_fit import read_fit
+    from kvmesh.sim.hardware.axes_times import AxesRoofline, axes_node_spec
     from kvmesh.sim.hardware.hardware import changed, hardware
     from kvmesh.sim.hardware.shapes import shape_of
     from kvmesh.sim.hardware.times import Fitted, node_spec
 
     gpu = changed(hardware(options.gpu), nic_gbps=options.nic_gbps, dram_gib=options.dram_gib, ssd_gib=options.ssd_gib)
-    spec = node_spec(
-        gpu,
-        options.gpus,
-        shape_of(options.model),
-        weight_dtype=options.weight_dtype,
-        kv_dtype=options.kv_dtype,
-        block_tokens=options.block_tokens,
-    )
+    axes = axes_of(options, pool)
+    shape, weights, kv = shape_of(options.model), options.weight_dtype, options.kv_dtype
+    if axes is None:
+        spec = node_spec(gpu, options.gpus, shape, weight_dtype=weights, kv_dtype=kv, block_tokens=options.block_tokens)
+    else:
+        times = AxesRoofline(
+            gpu,
+            axes,
+            shape,
+            weight_dtype=weights,
+            kv_dtype=kv,
+            fp8_products=options.fp8_products,
+            micro_batches=options.micro_batches,
+            chunk_tokens=options.chunk_tokens or CHUNK,
+            block_tokens=options.block_tokens,
+        )
+        spec = axes_node_spec(times, options.kv_dtype, options.block_tokens)
     for name in ("kv_tokens", "dram_tokens"):
         if (tokens := getattr(options, name)) is not None:
             spec = replace(spec, **{name: tokens})

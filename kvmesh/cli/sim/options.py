@@ -60,6 +60,16 @@ class Machines:
     gpus: int = _opt(
         8, "Of an instance, in tensor parallelism; 8 fill a node.", "N", least=1, flags=("--gpus", "--gpus-per-node")
     )
+    prefill_mesh: str | None = _opt(
+        None,
+        "Parallel axes of a prefill instance instead of --gpus: sizes of dp, pp, cp, tp, dcp, and by ep the axes that "
+        "experts are dealt out over; 8 ranks are a node.",
+        "pp=4,tp=2",
+    )
+    decode_mesh: str | None = _opt(None, "Likewise of a decode instance.", "dp=8,ep=dp")
+    coupled_mesh: str | None = _opt(None, "Likewise of a coupled instance.", "tp=8,dcp=8")
+    fp8_products: bool = _opt(False, "Of instances with axes: matrices are multiplied, and tokens sent, in FP8.")
+    micro_batches: int = _opt(1, "2: their rows go in halves, which hides all-to-all.", "N", least=1)
     model: str = _opt("llama3-70b", "Preset, config.json or its folder: see kvmesh kvsize.", "MODEL")
     weight_dtype: str = _opt("bf16", "bf16, fp8, ...", "DTYPE")
     kv_dtype: str = _opt("bf16", "bf16, fp8, ...", "DTYPE")
@@ -73,6 +83,7 @@ class Machines:
     dram_gib: float | None = _opt(None, "Host memory for KV of a node; by default 1024.", "GiB")
     dram_tokens: int | None = _opt(None, "The same of an instance.", "TOKENS", least=1)
     ssd_gib: float | None = _opt(None, "SSD for KV of a node; by default none.", "GiB")
+    tenant_fairness: bool = _opt(True, "Prefill is fair between the tenants of the trace; else one queue for all.")
     kv_tokens: int | None = _opt(None, "Device memory for KV of an instance.", "TOKENS", least=1)
     chunk_tokens: int | None = _opt(None, "Of a prefill step; by default 8192, beside rows 512.", "N", least=1)
     max_running: int = _opt(256, "Rows of a decode batch.", "N", least=1)
@@ -153,6 +164,7 @@ class Options(Deciding, Unforeseen, Machines, Workload):
             raise ConfigError(f"{name}={getattr(self, name)}: not with --coupled", field=name)
         if self.heartbeat is not None and not 0 < self.heartbeat < math.inf:
             raise ConfigError(f"heartbeat={self.heartbeat:g}: must be over 0 ms", field="heartbeat")
+        self._check_meshes()
         if self.coupled is not None and (self.prefill is not None or self.decode is not None):
             raise ConfigError(f"coupled={self.coupled}: not with --prefill or --decode", field="coupled")
         for name in ("prefill", "decode", "coupled"):
@@ -166,6 +178,19 @@ class Options(Deciding, Unforeseen, Machines, Workload):
             raise ConfigError(f"slo_ttft={self.slo_ttft:g}: must be over 0 ms", field="slo_ttft")
         if self.slo_tbt is not None and not 0 < self.slo_tbt < math.inf:
             raise ConfigError(f"slo_tbt={self.slo_tbt:g}: must be over 0 ms", field="slo_tbt")
+
+    def _check_meshes(self) -> None:
+        given = {name: getattr(self, name) for name in ("prefill_mesh", "decode_mesh", "coupled_mesh")}
+        others = ("prefill_mesh", "decode_mesh") if self.coupled is not None else ("coupled_mesh",)
+        for name in others:
+            if given[name] is not None:
+                what = "not with" if self.coupled is not None else "only with"
+                raise ConfigError(f"{name}={given[name]!r}: {what} --coupled", field=name)
+        if self.times is not None and any(one is not None for one in given.values()):
+            name = next(name for name, one in given.items() if one is not None)
+            raise ConfigError(f"{name}={given[name]!r}: not with --times", field=name)
+        if not 1 <= self.micro_batches <= 2:
+            raise ConfigError(f"micro_batches={self.micro_batches}: must be 1 or 2", field="micro_batches")
 
     @property
     def tbt_bounds_s(self) -> list[float]:

@@ -78,12 +78,13 @@ async def look(client: StoreClient) -> dict[str, Any]:
 
     from kvmesh.cli.collect import plain
     from kvmesh.rpc import channels, status
+    from kvmesh.rpc.authorisation import ServerRole
     from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc
 
     master = await client.directory.status(TIMEOUT_S)
 
     async def ask(address: str) -> dict[str, Any]:
-        channel = channels.connect(address)
+        channel = channels.connect(address, ServerRole.NODE)
         try:
             rpc = blocks_pb2_grpc.NodeStoreStub(channel)
             return plain(await rpc.GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=TIMEOUT_S))

@@ -26,6 +26,7 @@ from kvmesh.cli.up.settings import EVERY_ADDRESS, MeshSettings
 from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.private_files import private_folder, private_opener
 from kvmesh.rpc import process, security
+from kvmesh.rpc.authorisation import ROLE_NAME
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,8 @@ class Mesh:
             hosts = [one for one in (settings.host, settings.advertise_host) if one not in EVERY_ADDRESS]
             wanted = plan.certificates(settings)
             made = make_role_certificates(self.run_dir / "tls", wanted, hosts)
-            own_tls = {name: one.files for name, one in made.items()}
+            # All are called by one host's addresses: what tells them apart is the role.
+            own_tls = {name: dataclasses.replace(one.files, tls_server_name=ROLE_NAME) for name, one in made.items()}
             # Whoever speaks to the mesh from outside is its operator.
             settings = dataclasses.replace(settings, tls=False, **dataclasses.asdict(own_tls[plan.OPERATOR]))
         self.http_ca = ""  # who vouches for the REST port, where nobody else does

@@ -272,7 +272,9 @@ class MeshSettings:
     )
     http_tls_key: str = same_as(GatewayConfig, "http_tls_key", help="Its PEM private key.", metavar="FILE")
     tls_server_name: str = same_as(
-        ServiceConfig, "tls_server_name", help="Name in the services' certificate; empty: the addresses called."
+        ServiceConfig,
+        "tls_server_name",
+        help="Name in the services' certificates, {role} in it for each one's; empty: the addresses called.",
     )
     set: tuple[str, ...] = field(
         default=(),

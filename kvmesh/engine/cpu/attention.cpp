@@ -40,7 +40,7 @@ struct Step {
   const int32_t* pages(int64_t i) const { return table + i * table_width; }
 };
 
-Step step_of(const at::Tensor& sequences, const at::Tensor& table, int64_t tokens) {
+Step step_of(const at::Tensor& sequences, const at::Tensor& table, int64_t tokens, bool all = true) {
   TORCH_CHECK(sequences.scalar_type() == at::kInt && sequences.dim() == 2 && sequences.size(1) == 4 &&
                   sequences.is_contiguous() && table.scalar_type() == at::kInt && table.dim() == 2 &&
                   table.is_contiguous() && table.size(0) >= sequences.size(0),
@@ -49,7 +49,7 @@ Step step_of(const at::Tensor& sequences, const at::Tensor& table, int64_t token
   const int64_t count = sequences.size(0);
   // A token that is no sequence's would be written nowhere and answered by whatever memory holds.
   const int64_t planned = count ? int64_t{of[count - 1].first} + of[count - 1].length : 0;
-  TORCH_CHECK(planned == tokens, "qkv has ", tokens, " tokens, the step's sequences have ", planned);
+  TORCH_CHECK(all ? planned == tokens : planned <= tokens, "qkv has ", tokens, " tokens, the step's sequences have ", planned);
   return {of, count, table.const_data_ptr<int32_t>(), table.size(1)};
 }
 
@@ -115,6 +115,14 @@ void write(const Pages<T>& pages, const at::Tensor& qkv, const Step& step) {
   });
 }
 
+// Where the answers about a part of a context go: sums of values `[T, H, D]` that are divided by their weights, and the
+// log of the sum of weights `[T, H]`. With `together` all queries of a sequence see the same tokens, its first one's.
+struct Found {
+  float* values = nullptr;
+  float* lse = nullptr;
+  bool together = false;
+};
+
 // A piece of work: a part of a decode row's context, or a block of a longer run of queries.
 struct Piece {
   int32_t sequence, head, at;
@@ -125,14 +133,15 @@ class Attend {
   using E = Element<T>;
 
  public:
-  Attend(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const Step& step, double scale, int64_t window,
-         int64_t chunk, double softcap, const float* sinks, at::Tensor& out)
+  Attend(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, int64_t heads, const Step& step, double scale,
+         int64_t window, int64_t chunk, double softcap, const float* sinks, T* out, const Found& found)
       : pages_(pages, layer),
         step_(step),
         qkv_(qkv.const_data_ptr<T>()),
-        out_(out.data_ptr<T>()),
+        out_(out),
+        found_(found),
         stride_(qkv.stride(0)),
-        heads_(qkv.size(1) - 2 * pages_.kv_heads),
+        heads_(heads),
         group_(heads_ / pages_.kv_heads),
         dim_(pages_.dim),
         width_(round_up(dim_, 16 * PACK<E>)),
@@ -275,8 +284,14 @@ class Attend {
 
   const T* query(int64_t row, int64_t head) const { return qkv_ + row * stride_ + head * dim_; }
 
-  void put(int64_t row, int64_t head, const float* o, float sum) const {
+  void put(int64_t row, int64_t head, const float* o, float top, float sum) const {
     const __m512 scale = _mm512_set1_ps(1.0f / sum);
+    if (found_.lse) {
+      float* to = found_.values + (row * heads_ + head) * dim_;
+      found_.lse[row * heads_ + head] = (top + std::log2(sum)) / LOG2E;
+      each16(dim_, [&](int64_t d, __mmask16 m) { store(to + d, _mm512_mul_ps(load(o + d, m), scale), m); });
+      return;
+    }
     T* to = out_ + (row * heads_ + head) * dim_;
     each16(dim_, [&](int64_t d, __mmask16 m) { store(to + d, _mm512_mul_ps(load(o + d, m), scale), m); });
   }
@@ -316,7 +331,7 @@ class Attend {
     }
     if (sinks_)  // once, whatever the context was cut into
       for (int64_t g = 0; g < group_; g++) sum[g] += std::exp2(sinks_[piece.head * group_ + g] * LOG2E - top[g]);
-    for (int64_t g = 0; g < group_; g++) put(seq.first, piece.head * group_ + g, o + g * width_, sum[g]);
+    for (int64_t g = 0; g < group_; g++) put(seq.first, piece.head * group_ + g, o + g * width_, top[g], sum[g]);
   }
 
   // One softmax over all parts, in their order.
@@ -344,7 +359,7 @@ class Attend {
       const int64_t at = piece.at + std::min(r, rows - 1);  // lanes without a query repeat the last one
       stage(query(seq.first + at / group_, piece.head * group_ + at % group_), line);
       for (int64_t d = 0; d < words_; d++) q[d * lanes + r] = reinterpret_cast<const float*>(line)[d];
-      run.last[r] = static_cast<int32_t>(seq.start + at / group_);
+      run.last[r] = static_cast<int32_t>(seq.start + (found_.together ? 0 : at / group_));
       run.before[r] = static_cast<int32_t>(seen_from(run.last[r]) - 1);
       run.top[r] = sinks_ ? sinks_[piece.head * group_ + at % group_] * LOG2E : NEVER;
       run.sum[r] = sinks_ ? 1.0f : 0.0f;
@@ -386,7 +401,7 @@ class Attend {
     }
     for (int64_t r = 0; r < rows; r++) {
       const int64_t at = piece.at + r;
-      put(seq.first + at / group_, piece.head * group_ + at % group_, o + r * width_, run.sum[r]);
+      put(seq.first + at / group_, piece.head * group_ + at % group_, o + r * width_, run.top[r], run.sum[r]);
     }
   }
 
@@ -452,7 +467,13 @@ class Attend {
         transpose(v);
         for (int64_t i = 0; i < std::min<int64_t>(16, band.rows - lane); i++) {
           const int64_t row = (at + lane + i) / group_, h = head * group_ + (at + lane + i) % group_;
-          store(out_ + ((seq.first + row) * heads_ + h) * dim_ + d, _mm512_castsi512_ps(v[i]), first(dim_ - d));
+          const int64_t place = (seq.first + row) * heads_ + h;
+          if (found_.lse) {
+            store(found_.values + place * dim_ + d, _mm512_castsi512_ps(v[i]), first(dim_ - d));
+            found_.lse[place] = (band.run->top[lane + i] + std::log2(band.run->sum[lane + i])) / LOG2E;
+          } else {
+            store(out_ + place * dim_ + d, _mm512_castsi512_ps(v[i]), first(dim_ - d));
+          }
         }
       }
     }
@@ -462,6 +483,7 @@ class Attend {
   const Step step_;
   const T* qkv_;
   T* out_;
+  const Found found_;  // in place of out_ where it asks for the log of the sums
   const int64_t stride_, heads_, group_;
   const int64_t dim_, width_, words_;  // elements of a head, padded to whole registers, and words of the latter
   const bool staged_;
@@ -501,9 +523,32 @@ at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Ten
   at::Tensor out = at::empty({qkv.size(0), heads * pages.size(5)}, qkv.options());
   attention::for_dtype(pages, [&]<typename T>(T) {
     const float* of_heads = sinks ? sinks->const_data_ptr<float>() : nullptr;
-    attention::Attend<T>(pages, layer, qkv, step, scale, window, chunk, softcap, of_heads, out).run();
+    attention::Attend<T>(pages, layer, qkv, heads, step, scale, window, chunk, softcap, of_heads, out.data_ptr<T>(), {})
+        .run();
   });
   return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> paged_parts(const at::Tensor& pages, int64_t layer, const at::Tensor& q,
+                                               const at::Tensor& sequences, const at::Tensor& table, double scale,
+                                               double softcap, bool together) {
+  attention::check(pages, layer, q);
+  const attention::Step step = attention::step_of(sequences, table, q.size(0), false);
+  const int64_t heads = q.size(1);
+  TORCH_CHECK(heads > 0 && heads % pages.size(3) == 0, heads, " query heads over ", pages.size(3), " KV heads");
+  TORCH_CHECK(scale > 0, "scale is ", scale, ", must be positive");
+  int64_t asking = 0;
+  for (int64_t i = 0; i < step.count; i++) asking += step.sequences[i].length;
+  const auto options = q.options().dtype(at::kFloat);
+  const bool all = asking == q.size(0);
+  const std::vector<int64_t> shape{q.size(0), heads, q.size(2)};
+  at::Tensor out = all ? at::empty(shape, options) : at::zeros(shape, options);
+  at::Tensor lse = all ? at::empty({q.size(0), heads}, options) : at::full({q.size(0), heads}, attention::NEVER, options);
+  attention::for_dtype(pages, [&]<typename T>(T) {
+    const attention::Found found{out.data_ptr<float>(), lse.data_ptr<float>(), together};
+    attention::Attend<T>(pages, layer, q, heads, step, scale, 0, 0, softcap, nullptr, nullptr, found).run();
+  });
+  return {out, lse};
 }
 
 }  // namespace kvmesh

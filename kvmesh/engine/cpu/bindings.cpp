@@ -27,6 +27,12 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def(
       "latent_attention(Tensor pages, int layer, Tensor q, Tensor table, Tensor ends, int latent, float scale) -> "
       "Tensor");
+  m.def(
+      "paged_parts(Tensor pages, int layer, Tensor q, Tensor sequences, Tensor table, float scale, float softcap, bool "
+      "together) -> (Tensor, Tensor)");
+  m.def(
+      "latent_parts(Tensor pages, int layer, Tensor q, Tensor table, Tensor ends, int latent, float scale) -> (Tensor, "
+      "Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
@@ -44,4 +50,6 @@ TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("delta_rule", kvmesh::delta_rule);
   m.impl("best_allowed", kvmesh::best_allowed);
   m.impl("latent_attention", kvmesh::latent_attention);
+  m.impl("paged_parts", kvmesh::paged_parts);
+  m.impl("latent_parts", kvmesh::latent_parts);
 }

@@ -73,7 +73,7 @@ template <typename E>
 class Latent {
  public:
   Latent(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table, const at::Tensor& ends,
-         int64_t latent, double scale, at::Tensor& out)
+         int64_t latent, double scale, E* out, float* values, float* lse)
       : rows_(pages.const_data_ptr<E>() + layer * pages.stride(1)),
         page_stride_(pages.stride(0)),
         block_(pages.size(4)),
@@ -90,7 +90,9 @@ class Latent {
         ends_(ends.const_data_ptr<int64_t>()),
         count_(q.size(0)),
         bend_{static_cast<float>(scale), 0.0f},
-        out_(out.data_ptr<E>()) {}
+        out_(out),
+        values_(values),
+        lse_(lse) {}
 
   void run() {
     std::vector<int64_t> first(count_);
@@ -190,14 +192,19 @@ class Latent {
       const float* of = partial(first_part + i, head) + columns_;
       sum += std::exp2(of[0] - top) * of[1];
     }
-    E* to = out_ + (row * heads_ + head) * latent_;
+    const int64_t place = row * heads_ + head;
+    if (lse_) lse_[place] = (top + std::log2(sum)) / LOG2E;  // of no tokens: minus infinity
+    const __m512 share = _mm512_set1_ps(count ? sum : 1.0f);
     each16(latent_, [&](int64_t c, __mmask16 m) {
       __m512 total = _mm512_setzero_ps();
       for (int64_t i = 0; i < count; i++) {
         const float* of = partial(first_part + i, head);
         total = _mm512_fmadd_ps(_mm512_set1_ps(std::exp2(of[columns_] - top)), load(of + c), total);
       }
-      store(to + c, _mm512_div_ps(total, _mm512_set1_ps(sum)), m);
+      if (values_)
+        store(values_ + place * latent_ + c, _mm512_div_ps(total, share), m);
+      else
+        store(out_ + place * latent_ + c, _mm512_div_ps(total, share), m);
     });
   }
 
@@ -209,15 +216,20 @@ class Latent {
   const int64_t* ends_;
   const int64_t count_;
   const Bend bend_;
-  E* out_;
+  E* out_;         // answers, or ...
+  float* values_;  // ... in float32, with the log of the sums of weights in lse_
+  float* lse_;
   float* partials_ = nullptr;
 };
 
 }  // namespace
 }  // namespace attention
 
-at::Tensor latent_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table,
-                            const at::Tensor& ends, int64_t latent, double scale) {
+namespace {
+
+void attend_latents(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table,
+                    const at::Tensor& ends, int64_t latent, double scale, int64_t shortest, at::Tensor& out,
+                    float* lse) {
   TORCH_CHECK(pages.dim() == 6 && pages.is_contiguous() && pages.size(2) == 1 && pages.size(3) == 1 && layer >= 0 &&
                   layer < pages.size(1) && q.dim() == 3 && q.is_contiguous() && q.size(2) == pages.size(5) &&
                   q.scalar_type() == pages.scalar_type() && latent > 0 && latent <= pages.size(5),
@@ -228,20 +240,40 @@ at::Tensor latent_attention(const at::Tensor& pages, int64_t layer, const at::Te
               "table [>= R, width] is contiguous int32, ends [R] int64");
   const int64_t* last = ends.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < q.size(0); i++)
-    TORCH_CHECK(last[i] > 0 && last[i] <= table.size(1) * pages.size(4), "row ", i, " ends at ", last[i]);
-  at::Tensor out = at::empty({q.size(0), q.size(1), latent}, q.options());
-  if (!out.numel()) return out;
+    TORCH_CHECK(last[i] >= shortest && last[i] <= table.size(1) * pages.size(4), "row ", i, " ends at ", last[i]);
+  if (!out.numel()) return;
+  const auto attend = [&]<typename E>(E) {
+    E* plain = lse ? nullptr : out.data_ptr<E>();
+    float* values = lse ? out.data_ptr<float>() : nullptr;
+    attention::Latent<E>(pages, layer, q, table, ends, latent, scale, plain, values, lse).run();
+  };
   switch (pages.scalar_type()) {
     case at::kFloat:
-      attention::Latent<float>(pages, layer, q, table, ends, latent, scale, out).run();
-      break;
+      return attend(0.0f);
     case at::kBFloat16:
-      attention::Latent<c10::BFloat16>(pages, layer, q, table, ends, latent, scale, out).run();
-      break;
+      return attend(c10::BFloat16());
     default:
       TORCH_CHECK(false, "pages are float32 or bfloat16, got ", pages.scalar_type());
   }
+}
+
+}  // namespace
+
+at::Tensor latent_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table,
+                            const at::Tensor& ends, int64_t latent, double scale) {
+  at::Tensor out = at::empty({q.size(0), q.size(1), latent}, q.options());
+  attend_latents(pages, layer, q, table, ends, latent, scale, 1, out, nullptr);
   return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> latent_parts(const at::Tensor& pages, int64_t layer, const at::Tensor& q,
+                                                const at::Tensor& table, const at::Tensor& ends, int64_t latent,
+                                                double scale) {
+  const auto options = q.options().dtype(at::kFloat);
+  at::Tensor out = at::empty({q.size(0), q.size(1), latent}, options);
+  at::Tensor lse = at::empty({q.size(0), q.size(1)}, options);
+  attend_latents(pages, layer, q, table, ends, latent, scale, 0, out, lse.data_ptr<float>());
+  return {out, lse};
 }
 
 }  // namespace kvmesh

@@ -36,6 +36,12 @@ void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::
 at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
                            const at::Tensor& table, double scale, int64_t window, int64_t chunk, double softcap,
                            const std::optional<at::Tensor>& sinks);
+// The same of a part of a context, for queries `q [T, H, D]`: float32 answers `[T, H, D]`, and the log of the sum of
+// their weights `[T, H]`; zeros and minus infinity where a query is no sequence's. With `together` all queries of a
+// sequence see the tokens [0, start].
+std::tuple<at::Tensor, at::Tensor> paged_parts(const at::Tensor& pages, int64_t layer, const at::Tensor& q,
+                                               const at::Tensor& sequences, const at::Tensor& table, double scale,
+                                               double softcap, bool together);
 
 // delta.cpp. `runs` int32 [sequences, 2] (first token, length) and `slots` int64 [sequences] describe a step; states are
 // changed in place.
@@ -53,5 +59,9 @@ at::Tensor best_allowed(const at::Tensor& logits, const at::Tensor& rows, const 
 // latent.cpp. Absorbed queries `q [R, H, W]` of decode rows, row i over its tokens [0, ends[i]); answers [R, H, latent].
 at::Tensor latent_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& q, const at::Tensor& table,
                             const at::Tensor& ends, int64_t latent, double scale);
+// The same of a part of a context, which may be empty: float32 answers, and the log of the sums of weights [R, H].
+std::tuple<at::Tensor, at::Tensor> latent_parts(const at::Tensor& pages, int64_t layer, const at::Tensor& q,
+                                                const at::Tensor& table, const at::Tensor& ends, int64_t latent,
+                                                double scale);
 
 }  // namespace kvmesh

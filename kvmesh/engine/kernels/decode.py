@@ -116,15 +116,17 @@ def _join(
     joins,
     sinks,
     out,
+    lse,
     out_row,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SINKS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first, count = tl.load(joins + row * 2), tl.load(joins + row * 2 + 1)
-    if count != 1:
+    if PARTS or count != 1:
         at = tl.arange(0, PADDED)
         best = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
@@ -140,6 +142,8 @@ def _join(
             total = total * fade + tl.sum(part, 0)
             found = found * fade + tl.sum(values * part[:, None], 0)
             best = higher
+        if PARTS:  # of no tokens: minus infinity
+            tl.store(lse + row * heads + head + tl.arange(0, 1), (best + tl.log2(total)) / LOG2_E)
         if SINKS:
             total += tl.where(count > 0, tl.exp2(tl.load(sinks + head) * LOG2_E - best), 0.0)
         # A row without shares stands for nobody: zeros.
@@ -185,16 +189,19 @@ def most_shares(rows: int, kv_heads: int, processors: int) -> int:
     return -(-processors * CROWDS[-1] // kv_heads) + rows
 
 
-def shares_of(lengths: Longs, window: int, tile: int, longest: int, chunk: int = 0) -> tuple[Ints, Ints]:
+def shares_of(
+    lengths: Longs, window: int, tile: int, longest: int, chunk: int = 0, all_joined: bool = False
+) -> tuple[Ints, Ints]:
     """Returns the list of work int32 `[shares, 4]`, the longest first, and FIRST and COUNT of each row, int32 `[rows,
-    2]`. No share is longer than `longest` tiles; the other arguments are those of `tiles_of`."""
+    2]`. No share is longer than `longest` tiles; with `all_joined` a row's only share has a slot as well; the other
+    arguments are those of `tiles_of`."""
     first, tiles = tiles_of(lengths, window, tile, chunk)
     counts = -(-tiles // longest)
     slots = np.cumsum(counts) - counts
     rows = np.repeat(np.arange(len(lengths)), counts)
     nth = np.arange(len(rows)) - slots[rows]
     begin, end = (first[rows] + tiles[rows] * n // counts[rows] for n in (nth, nth + 1))
-    work = np.stack((rows, begin, end, np.where(counts[rows] > 1, slots[rows] + nth, -1)), 1)
+    work = np.stack((rows, begin, end, np.where((counts[rows] > 1) | all_joined, slots[rows] + nth, -1)), 1)
     order = np.argsort(begin - end, kind="stable")
     return work[order].astype(np.int32), np.stack((slots, counts), 1).astype(np.int32)
 
@@ -209,17 +216,19 @@ def paged_decode(
     spec: AttentionSpec,
     scratch: torch.Tensor,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
 ) -> None:
-    """Fills `out [rows, H * D]`; a row of length 0 with zeros.
+    """Fills `out [rows, H * D]`; a row of length 0 with zeros. Where it is given, `lse`, float32 `[rows, H]`, gets the
+    log of the sum of each row's weights: then every share has a slot (`shares_of`), and there are no sinks.
 
-    `qkv [rows, H + 2K, D]`, of which only the queries are read; `pages [num_pages, 2, K, block_tokens, D]`; `table`
-    int32 `[>= rows, width]`: the pages of each row; `lengths` int32 `[>= rows]`: tokens that each row attends to, the
-    last one its own. `work [entries, 4]` and `joins [>= rows, 2]` are `shares_of` for these lengths, tiles of
-    `tiles_for(...).keys` and the spec's window or chunk; entries that begin where they end are none. `joins` None: no
-    row has other than one share. `scratch`: float32, `scratch_elements` of the slots."""
+    `qkv [rows, H + 2K, D]`, of which only the queries are read and may be there alone; `pages [num_pages, 2, K,
+    block_tokens, D]`; `table` int32 `[>= rows, width]`: the pages of each row; `lengths` int32 `[>= rows]`: tokens that
+    each row attends to, the last one its own. `work [entries, 4]` and `joins [>= rows, 2]` are `shares_of` for these
+    lengths, tiles of `tiles_for(...).keys` and the spec's window or chunk; entries that begin where they end are none.
+    `joins` None: no row has other than one share. `scratch`: float32, `scratch_elements` of the slots."""
     sinks = spec.sinks
     _, _, kv_heads, block_tokens, dim = pages.shape
-    heads = qkv.shape[1] - 2 * kv_heads
+    heads = out.shape[1] // dim
     tiles = tiles_for(dim, pages.element_size(), block_tokens)
     weights = scratch[len(scratch) // (dim + 1) * dim :]
     _attend[(len(work), kv_heads)](
@@ -251,7 +260,7 @@ def paged_decode(
         **ATTEND,
     )
     if joins is not None:
-        join_shares(scratch, weights, joins, sinks, out, dim)
+        join_shares(scratch, weights, joins, sinks, out, dim, lse=lse)
 
 
 def join_shares(
@@ -262,9 +271,10 @@ def join_shares(
     out: torch.Tensor,
     dim: int,
     at_once: int = JOINED_AT_ONCE,
+    lse: torch.Tensor | None = None,
 ) -> None:
-    """Fills those rows of `out [rows, H * dim]` that have other than one share, `at_once` shares at a time; the other
-    arguments are those of `paged_decode`."""
+    """Fills those rows of `out [rows, H * dim]` that have other than one share (with `lse`: all rows), `at_once` shares
+    at a time; the other arguments are those of `paged_decode`."""
     rows, heads = len(out), out.shape[1] // dim
     _join[(rows, heads)](
         partial,
@@ -272,11 +282,13 @@ def join_shares(
         joins,
         sinks,
         out,
+        lse,
         out.stride(0),
         DIM=dim,
         PADDED=power_of_two(dim),
         AT_ONCE=at_once,
         SINKS=sinks is not None,
+        PARTS=lse is not None,
         num_warps=4,
     )
 

@@ -163,8 +163,10 @@ def latent_decode(
     scratch: torch.Tensor,
     out: torch.Tensor,
     variant: LatentVariant,
+    lse: torch.Tensor | None = None,
 ) -> None:
-    """Fills `out [T, H, latent]`, contiguous, with means of latents; a row of length 0 with zeros.
+    """Fills `out [T, H, latent]`, contiguous, with means of latents; a row of length 0 with zeros; `lse` as of
+    `kernels.decode.paged_decode`.
 
     `absorbed [T, H, latent]` and `rotated [T, H, rope]` are the two parts of the absorbed queries, dense along their
     last axes; `pages [num_pages, block_tokens, latent + rope]`; `table` int32 `[>= rows, width]`: the pages of each row
@@ -206,4 +208,4 @@ def latent_decode(
         num_stages=variant.stages,
     )
     if joins is not None:
-        join_shares(scratch, weights, joins, None, out.view(tokens, heads * latent), latent, JOINED_AT_ONCE)
+        join_shares(scratch, weights, joins, None, out.view(tokens, heads * latent), latent, JOINED_AT_ONCE, lse)

@@ -165,6 +165,10 @@ class RunningRows:
             self._swap(row, self.live)
             self.live += 1
 
+    def stalled(self, handle: int) -> bool:
+        """Whether the row is there and has no room for its next token, as `stall` found."""
+        return self._at.get(handle, -1) >= self.live
+
     def drop(self, handle: int, group: int, first: int) -> None:
         """Makes holes of a row's blocks before `first` in one group; does nothing when the row has left. Raises
         InternalError for a state."""

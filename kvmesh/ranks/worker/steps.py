@@ -26,6 +26,7 @@ from kvmesh.errors import ContextTooLong, GrammarFailed, InternalError, InvalidR
 from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.micro_batches import MicroBatches
 from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.rows import LaunchedRows, PageHolds, RunningRows, logprobs
 from kvmesh.ranks.worker.snapshots import Roles, Snapshots
@@ -79,7 +80,8 @@ class Steps:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self._grammars = grammars
-        self.rows = RunningRows(block_tokens, groups)
+        self.batches = MicroBatches(runner.mesh.axes.pp, lambda: RunningRows(block_tokens, groups))
+        self.rows = self.batches.all[0]  # of the step that runs, or ran last
         self._groups = tuple(groups)
         self._snapshots = Snapshots(runner, groups, block_tokens)
         runner.tolerant |= bool(self._snapshots)
@@ -94,27 +96,27 @@ class Steps:
     @property
     def has_work(self) -> bool:
         """Whether some row can go on, or has gone on and nobody knows with which token."""
-        return self.rows.live > 0 or self._flight is not None
+        return self.batches.has_work or self._flight is not None
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
     def join(self, j: m.Join) -> None:
         """Adds a row to the batch."""
-        self.rows.join(j, self._params(j.sampling, j.history))
+        self.batches.for_join(j.handle).join(j, self._params(j.sampling, j.history))
         if self._snapshots:
             self._snapshots.save_at_borders(np.array([j.context_tokens]), [tables_of(self._groups, j.groups).roles])
 
     def grant(self, grant: m.Grant) -> None:
         """Gives a row more pages; does nothing when the row has left."""
-        self.rows.grant(grant.handle, grant.pages, grant.groups)
+        self.batches.of(grant.handle).grant(grant.handle, grant.pages, grant.groups)
 
     def drop(self, message: m.DropPages) -> None:
         """Takes pages from a row that no later step reads; does nothing when the row has left."""
-        self.rows.drop(message.handle, message.group, message.first)
+        self.batches.of(message.handle).drop(message.handle, message.group, message.first)
 
     def leave(self, handle: int) -> None:
         """Takes a row out of the batch: no later step touches its pages. Left waits for a step that has it."""
-        self.rows.leave(handle)
+        self.batches.of(handle, leaves=True).leave(handle)
         if self._holds.out(handle, m.Left(handle)):
             self._send(m.Left(handle))
 
@@ -127,6 +129,7 @@ class Steps:
             self._run_ahead(self.begin)
             return
         self.settle()
+        self.rows = self.batches.take_turn()
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
         if prefill is not None or self.rows.live:
@@ -154,14 +157,18 @@ class Steps:
         batch = self.rows.batch() if decode else NOBODY
         rows, roles = len(batch.positions), self.rows.live_roles()
         named: list[GroupTables] | None = None
+        late: list[Callable[[], Chosen]] = []
+        on_late = late.append if len(self.batches.all) > 1 else None
         self._pusher.step_begins(pushed)
         try:
             named = [tables_of(self._groups, item.groups) for item in items] if self._groups else []
             if self._snapshots:
                 self._snapshots.load([tables.roles for tables in named])
             wanted = on_scores if any(item.scores >= 0 for item in items) else None
-            told = on_layer if items or self._runner.rounds is not None else None  # others may compute prompts
-            first, chosen = self._runner.step(self._inputs(items, named), batch, told, wanted)
+            # Ranks of experts may compute prompts of others in this step.
+            written = on_layer if items or self._runner.rounds is not None else None
+            inputs = self._inputs(items, named)
+            first, chosen = self._runner.step(inputs, batch, written, wanted, on_late)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])
                 self._snapshots.save_at_borders(batch.positions + 1, roles)
@@ -201,7 +208,9 @@ class Steps:
                 if token.token_id >= 0
             )
             self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores)))
-        if rows:
+        if late:
+            self._await_tokens(self.rows, late[0])
+        elif rows:
             lost: tuple[int, ...] = ()
             faults: dict[int, str] = {}
             if chosen.token_ids.min() < 0:
@@ -214,6 +223,19 @@ class Steps:
             beside = sum(len(item.token_ids) for item in items)
             self._send(m.DecodeStepDone(start, end, rows, int(batch.positions.sum()), tokens, beside))
             self._rows_lost(lost, faults)
+
+    def _await_tokens(self, rows: RunningRows, tokens: Callable[[], Chosen]) -> None:
+        """Has the rows go on with the tokens that the last stage chooses, before their micro-batch's next step. It
+        tells the front of them."""
+
+        def apply() -> None:
+            chosen = tokens()
+            if chosen.token_ids.min() < 0:
+                rows.collected(rows.launched(), chosen)
+            else:
+                rows.advance(chosen)
+
+        self.batches.postpone(rows, apply)
 
     # ── steps in flight ──────────────────────────────────────────────────────────────────────────
 
@@ -306,10 +328,6 @@ class Steps:
         """Reports rows that a step has made no token for: their grammar failed, which `faults` say by handle, or their
         logits were not finite."""
         handles = tuple(handles)
-        if not self._runner.model.stage.last:  # the last stage knows why, and says so
-            for handle in handles:
-                self.rows.leave(handle)
-            return
         for handle in handles:
             if handle in faults:
                 self._rows_failed((handle,), GrammarFailed(faults[handle]))

@@ -24,6 +24,7 @@ from kvmesh.ranks import protocol as m
 from kvmesh.ranks.tier_sizes import ssd_config
 from kvmesh.tiers.calls import DemotionSink
 from kvmesh.tiers.ssd import SsdStats, SsdTier
+from kvmesh.tiers.ssd.disk import medium_failed
 from kvmesh.tiers.ssd.folder import FolderInUse
 from kvmesh.transfer import Region
 
@@ -267,7 +268,7 @@ class _Part:
             tier = self._objects() if o.tier == Tier.OBJECT else self._recover()
         except (KvmeshError, OSError) as error:
             log.error("tier at %s: %s", o.path, error)
-            self._send(m.TierOpened(o.tier, o.part, str(error)))
+            self._send(m.TierOpened(o.tier, o.part, str(error), medium_failed(error)))
             return
         except Exception as error:
             log.exception("tier at %s", o.path)

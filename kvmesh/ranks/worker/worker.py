@@ -22,6 +22,8 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.expert_metrics import ExpertStats
+from kvmesh.ranks.network import find_interface
+from kvmesh.ranks.rendezvous import StoreCaller
 from kvmesh.ranks.sizing import longest_context
 from kvmesh.ranks.transfer_config import own_location, start_engine
 from kvmesh.ranks.wake import axes_of
@@ -60,7 +62,10 @@ LOAD_PATIENCE_S = 1800.0  # the longest wait for a rank that loads more slowly
 class Worker:
     """Has the rank's state. All methods run on the main thread unless they say otherwise."""
 
-    def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
+    def __init__(
+        self, configure: m.Configure, send: Callable[[m.ToFront], None], store: StoreCaller | None = None
+    ) -> None:
+        """`store` is where ranks on several hosts meet; None where all are on one."""
         started = time.monotonic()
         torch.set_num_threads(configure.threads)
         self._send = send
@@ -86,7 +91,7 @@ class Worker:
         try:
             trial = setup.trial_memory(self._shapes) if self._shapes else setup.trial_pages(self.layout)
             device = trial.device if isinstance(trial, torch.Tensor) else trial[0].device
-            self._mesh = _mesh(configure, device)
+            self._mesh = _mesh(configure, device, store)
             cut = cast(ExpertsCut, configure.experts_cut)
             self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut)
             del trial
@@ -277,7 +282,7 @@ class Worker:
     @property
     def rows(self) -> int:
         """The number of rows in the batch."""
-        return len(self.steps.rows)
+        return len(self.steps.batches)
 
     @property
     def needs_ticks(self) -> bool:
@@ -403,10 +408,16 @@ class Worker:
         self._send(m.FillEnded(note.peer, note.handoff_epoch))
 
 
-def _mesh(configure: m.Configure, device: torch.device) -> RankMesh:
-    """Returns this instance's ranks, not connected yet."""
+def _mesh(configure: m.Configure, device: torch.device, store: StoreCaller | None) -> RankMesh:
+    """Returns this instance's ranks, not connected yet. Raises ConfigError where no interface of this host has a part
+    in the network of ranks on several."""
     axes, timeout_s = axes_of(configure), configure.group_timeout_ms / 1000
-    return RankMesh(axes, configure.rank, configure.group_file, device, timeout_s)
+    if store is None:
+        return RankMesh(axes, configure.rank, configure.group_file, device, timeout_s)
+    from kvmesh.ranks.worker.rank_store import RankStore
+
+    interface = find_interface(configure.rank_network, configure.rank_route).name
+    return RankMesh(axes, configure.rank, "", device, timeout_s, RankStore(store), interface)
 
 
 def _part(shape: ShardLayout) -> str:

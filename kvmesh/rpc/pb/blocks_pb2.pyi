@@ -822,6 +822,8 @@ class PutBlocksRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     TICKET_OFFSET_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    REMOVED_SEQ_FIELD_NUMBER: _builtins.int
+    REMOVED_AGO_MS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
     """"bytes": any length, no layout"""
@@ -841,6 +843,12 @@ class PutBlocksRequest(_message.Message):
     ticket_offset: _builtins.int
     traceparent: _builtins.str
     """as in LeaseRequest"""
+    removed_seq: _builtins.int
+    """The last removal that was over, whether or not this node could be asked, when the caller began: RemoveResponse.seq
+    (0: none), and how long it was over by then. A node that has yet to hear of it holds nothing before it has: it would
+    take what it is put now for what was removed then.
+    """
+    removed_ago_ms: _builtins.int
     @_builtins.property
     def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of each block in that segment"""
@@ -867,10 +875,12 @@ class PutBlocksRequest(_message.Message):
         ticket: _builtins.int = ...,
         ticket_offset: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        removed_seq: _builtins.int = ...,
+        removed_ago_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "keys", b"keys", "layout", b"layout", "nbytes", b"nbytes", "offset", b"offset", "pin", b"pin", "pin_ttl_ms", b"pin_ttl_ms", "read_within_ms", b"read_within_ms", "segment", b"segment", "segment_descriptor", b"segment_descriptor", "ticket", b"ticket", "ticket_offset", b"ticket_offset", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "keys", b"keys", "layout", b"layout", "nbytes", b"nbytes", "offset", b"offset", "pin", b"pin", "pin_ttl_ms", b"pin_ttl_ms", "read_within_ms", b"read_within_ms", "removed_ago_ms", b"removed_ago_ms", "removed_seq", b"removed_seq", "segment", b"segment", "segment_descriptor", b"segment_descriptor", "ticket", b"ticket", "ticket_offset", b"ticket_offset", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

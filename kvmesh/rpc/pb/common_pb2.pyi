@@ -292,6 +292,8 @@ class ShardLayout(_message.Message):
     FIRST_HEAD_FIELD_NUMBER: _builtins.int
     PLANES_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     layers: _builtins.int
     kv_heads: _builtins.int
     block_tokens: _builtins.int
@@ -302,6 +304,10 @@ class ShardLayout(_message.Message):
     planes: _builtins.int
     group: _builtins.int
     """cache group that the shard is of; no plan joins two groups"""
+    turn: _builtins.int
+    """block b of a prompt lies at this rank iff b % turns == turn"""
+    turns: _builtins.int
+    """0: 1"""
     def __init__(
         self,
         *,
@@ -314,10 +320,12 @@ class ShardLayout(_message.Message):
         first_head: _builtins.int = ...,
         planes: _builtins.int = ...,
         group: _builtins.int = ...,
+        turn: _builtins.int = ...,
+        turns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "first_head", b"first_head", "first_layer", b"first_layer", "group", b"group", "head_dim", b"head_dim", "itemsize", b"itemsize", "kv_heads", b"kv_heads", "layers", b"layers", "planes", b"planes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "first_head", b"first_head", "first_layer", b"first_layer", "group", b"group", "head_dim", b"head_dim", "itemsize", b"itemsize", "kv_heads", b"kv_heads", "layers", b"layers", "planes", b"planes", "turn", b"turn", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -82,11 +82,16 @@ class JoinRequest(_message.Message):
     MEMBER_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     REMOVED_SEQ_FIELD_NUMBER: _builtins.int
+    LASTING_SEQ_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     term: _builtins.int
     """the highest this node has heard; a master with a lower one steps down"""
     removed_seq: _builtins.int
     """the last tombstone this node (whatever its life) has applied"""
+    lasting_seq: _builtins.int
+    """Set when this life leaves out a tier whose disk fails: up to where that has been told of removals. The next life may
+    find the tier again, and then lacks all later ones.
+    """
     @_builtins.property
     def member(self) -> Global___Member: ...
     def __init__(
@@ -96,12 +101,15 @@ class JoinRequest(_message.Message):
         member: Global___Member | None = ...,
         term: _builtins.int = ...,
         removed_seq: _builtins.int = ...,
+        lasting_seq: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lasting_seq", b"_lasting_seq", "lasting_seq", b"lasting_seq", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "protocol_version", b"protocol_version", "removed_seq", b"removed_seq", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lasting_seq", b"_lasting_seq", "lasting_seq", b"lasting_seq", "member", b"member", "protocol_version", b"protocol_version", "removed_seq", b"removed_seq", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lasting_seq: _TypeAlias = _typing.Literal["lasting_seq"]  # noqa: Y015
+    _WhichOneofArgType__lasting_seq: _TypeAlias = _typing.Literal["_lasting_seq", b"_lasting_seq"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lasting_seq) -> _WhichOneofReturnType__lasting_seq | None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 

@@ -31,6 +31,16 @@ class Efficiency:
     all_reduce: float = 0.75
     # A small all-reduce over NVLink, start to end.
     all_reduce_s: float = 15e-6
+    # What it takes more where the ranks lie on several nodes: NCCL's small ones over InfiniBand take 30 to 60 us.
+    network_reduce_s: float = 35e-6
+    # A small all-to-all, inside a node and what it takes more between nodes: kernels for few tokens (DeepEP) are bound
+    # by bytes from about 100 us on.
+    all_to_all_s: float = 25e-6
+    network_all_to_all_s: float = 40e-6
+    # Of the NICs by an all-to-all of tokens: such kernels reach about half of InfiniBand's bandwidth.
+    all_to_all: float = 0.50
+    # One message from a rank to another, until it begins to arrive.
+    send_s: float = 10e-6
     # Of one step beside its kernels: scheduling, input tensors, launches, sampling.
     step_s: float = 0.003
     # Pinned host memory to device over PCIe, large copies: 25 to 27 of 32 GB/s on PCIe 4.0 x16.
@@ -56,10 +66,14 @@ class Hardware:
     node_dram_bytes: float = 1024 * GIB  # for KV: Mooncake's 3M tokens of LLaMA3-70B are 0.98 TB a node
     node_ssd_bytes: float = 0.0
     node_ssd_bytes_per_s: float = 13.8 * GIGA  # two PCIe 4.0 x4 drives of 6.9 GB/s
+    fp8_flops: float = 0.0  # dense; 0: has no units for it
     efficiency: Efficiency = field(default_factory=Efficiency)
 
 
 GPUS_OF_A_NODE = 8
+
+
+FP8 = 2.0  # times as many FLOP/s as in bf16, on GPUs since Hopper and Ada
 
 
 def _gpu(name: str, tflops: float, gib: float, gb_s: float, link: float, pcie: int, nics: float, said: str) -> Hardware:
@@ -67,7 +81,9 @@ def _gpu(name: str, tflops: float, gib: float, gb_s: float, link: float, pcie: i
     "141 GB" tells CUDA of 139 GiB (benchmarks/results/gpu-h200.json), while 141e9 bytes would be 131. `link`: datasheet
     GB/s, both ways together; `pcie`: its generation, 16 lanes; `nics`: Gb/s of a node."""
     host = {4: 32, 5: 64}[pcie] * GIGA
-    return Hardware(name, tflops * TERA, gib * GIB, gb_s * GIGA, link / 2 * GIGA, host, nics * GIGABIT, said)
+    fp8 = 0.0 if name in ("a100", "a800") else FP8 * tflops * TERA
+    nic = nics * GIGABIT
+    return Hardware(name, tflops * TERA, gib * GIB, gb_s * GIGA, link / 2 * GIGA, host, nic, said, fp8_flops=fp8)
 
 
 HARDWARE = {

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmesh.chunk_pipeline import ChunkCost
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.cache_groups import CacheGroup, is_single, object_shard
 from kvmesh.services.conductor.costs.cache_cost import CacheCost
@@ -43,6 +44,19 @@ class Times(Protocol):
         """One step of both: chunked prefill beside decoding rows."""
 
 
+class Pipeline(Protocol):
+    """Prefill over several stages of layers: a step is in one of them at a time, and the next step behind it."""
+
+    def stages_s(self, pieces: Pieces) -> Sequence[float]:
+        """What each stage takes for a step."""
+
+    def send_s(self, tokens: int) -> float:
+        """Until a step of so many tokens is at the next stage."""
+
+    def chunk_cost(self) -> ChunkCost:
+        """What a chunk costs a stage."""
+
+
 @dataclass(frozen=True)
 class NodeSpec:
     """One instance as the simulator builds it. Sizes in tokens of KV, rates in bytes a second."""
@@ -55,6 +69,8 @@ class NodeSpec:
     ssd_read_bytes_per_s: float
     kv_bytes_per_token: int
     groups: tuple[tuple[CacheGroup, int], ...] = ()  # with bytes of a value; (): one group that keeps all
+    slots: int = 1  # copies of dp: each has an equal part of `kv_tokens`, and rows of its own
+    pipeline: Pipeline | None = None  # of prefill; None: one stage, whose steps take `times.prefill_s`
 
 
 def attended(computed: int, cached: int) -> float:
@@ -83,10 +99,10 @@ class Roofline:
         self._linear_s = 2 / (gpus * hardware.flops * reached.linear)  # a parameter and token
         self._weight_s = itemsize(weight_dtype) / gpus * self._read_s  # a parameter
         self._step_s = reached.step_s
-        layer_pairs_s = _pair_flops(shape) / (gpus * hardware.flops * reached.attention)
+        layer_pairs_s = pair_flops(shape) / (gpus * hardware.flops * reached.attention)
         self._pair_s = layer_pairs_s * (shape.kv_layers - shape.window_layers)
         self._window_pair_s = layer_pairs_s * shape.window_layers
-        row_pair_s = _row_pair_flops(shape) / (gpus * hardware.flops * reached.attention)
+        row_pair_s = row_pair_flops(shape) / (gpus * hardware.flops * reached.attention)
         self._row_s = max(row_pair_s, self.kv_rank_bytes / shape.kv_layers * self._read_s)  # a layer and context token
         self._context_s = self.kv_rank_bytes * self._read_s  # reading one cached token
         self._delta_s = 6.0 * shape.delta_numbers / (gpus * hardware.flops * reached.attention)  # a token
@@ -135,16 +151,16 @@ class Roofline:
         return self._row_s * seen + batch * max(self._delta_s, self._state_s)
 
 
-def _pair_flops(shape: ModelShape) -> float:
+def pair_flops(shape: ModelShape) -> float:
     """Returns the FLOPs of one (query, key) pair in one layer: a score and a weighted value for each head."""
     return 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
 
 
-def _row_pair_flops(shape: ModelShape) -> float:
+def row_pair_flops(shape: ModelShape) -> float:
     """Returns the same for a decoding row; MLA's rows work on the latent itself."""
     if shape.mla:
         return 2.0 * shape.heads * (2 * shape.kv_lora_rank + shape.rope_dim)
-    return _pair_flops(shape)
+    return pair_flops(shape)
 
 
 def _touched_params(shape: ModelShape, tokens: int) -> float:
@@ -165,21 +181,26 @@ def node_spec(
     kv_dtype: str = "bf16",
     times: Times | None = None,
     block_tokens: int = 512,
+    kv_tokens: int | None = None,
 ) -> NodeSpec:
     """An instance over `gpus` GPUs with its share of the node's memory, disks and NICs; `times`: measured ones instead
-    of the roofline's. Where the model keeps several cache groups, device memory holds tokens of running requests as
-    `node_room` counts them, and stores hold full blocks of `block_tokens`. ConfigError: the weights do not fit."""
+    of the roofline's; `kv_tokens`: instead of those that tensor parallelism leaves room for. Where the model keeps
+    several cache groups, device memory holds tokens of running requests as `node_room` counts them, and stores hold
+    full blocks of `block_tokens`. ConfigError: the weights do not fit."""
     if gpus < 1:
         raise ConfigError(f"gpus={gpus}: must be at least 1", field="gpus")
-    roofline = Roofline(hardware, gpus, shape, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
-    room = hardware.memory_bytes * hardware.efficiency.device_memory - roofline.weight_bytes / gpus
     single = is_single(shape.groups)
-    of_token = roofline.kv_rank_bytes if single else token_bytes(shape, gpus, kv_dtype, block_tokens)
-    kv_tokens = int(room // of_token)
-    if kv_tokens < 1:
-        need, have = roofline.weight_bytes / 2**30, gpus * hardware.memory_bytes / 2**30
-        why = f"the weights ({need:,.0f} GiB in {weight_dtype}) do not fit {gpus} x {hardware.name} ({have:,.0f} GiB)"
-        raise ConfigError(f"model={shape.name!r}: {why}; more GPUs, or --weight-dtype fp8", field="model")
+    if kv_tokens is None or times is None:
+        roofline = Roofline(hardware, gpus, shape, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+        times = times or roofline
+        room = hardware.memory_bytes * hardware.efficiency.device_memory - roofline.weight_bytes / gpus
+        of_token = roofline.kv_rank_bytes if single else token_bytes(shape, gpus, kv_dtype, block_tokens)
+        kv_tokens = int(room // of_token)
+        if kv_tokens < 1:
+            need, have = roofline.weight_bytes / 2**30, gpus * hardware.memory_bytes / 2**30
+            told = f"({need:,.0f} GiB in {weight_dtype}) do not fit {gpus} x {hardware.name} ({have:,.0f} GiB)"
+            text = f"model={shape.name!r}: the weights {told}; more GPUs, or --weight-dtype fp8"
+            raise ConfigError(text, field="model")
     share = gpus / GPUS_OF_A_NODE
     kv_bytes = stored = shape.kv_bytes_per_token(kv_dtype)
     groups = () if single else tuple((g, itemsize(g.layout.dtype or kv_dtype)) for g in shape.groups)
@@ -187,7 +208,7 @@ def node_spec(
         objects = tuple((g, object_shard(g, block_tokens, size).shard_bytes) for g, size in groups)
         stored = -(-CacheCost(block_tokens, kv_bytes, objects).block // block_tokens)
     return NodeSpec(
-        times=times or roofline,
+        times=times,
         kv_tokens=kv_tokens,
         dram_tokens=int(hardware.node_dram_bytes * share // stored),
         ssd_tokens=int(hardware.node_ssd_bytes * share // stored),

@@ -19,7 +19,19 @@ from kvmesh.tiers.ssd.format import PAGE, pages
 
 # What says that the medium or the file is at fault. Others (no descriptors, no memory) fail one operation.
 MEDIUM = (errno.EIO, errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EBADMSG, errno.EUCLEAN, errno.EROFS)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+def medium_failed(error: BaseException) -> bool:
+    """Says whether a folder cannot be used since its disk is full, read-only or broken, and not since a wrong one is
+    named."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno != errno.ENOENT:
+            return cause.errno in MEDIUM or cause.errno in FULL
+        cause = cause.__cause__
+    return False
 
 
 class Disk:
@@ -133,7 +145,7 @@ def why_not_direct(disk: Disk, folder: Path) -> str:
         write_whole(disk, fd, [page], 0)
         read_whole(disk, fd, [page], 0)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and fd >= 0:
+        if error.errno in FULL and fd >= 0:
             return ""  # it was refused for another reason
         return f"O_DIRECT does not work in {folder}: {error.strerror}"
     finally:

@@ -9,6 +9,7 @@ aside-1/ ...                what was found and belongs to another identity, when
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -162,8 +163,9 @@ def _lock(path: Path) -> int:
     fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the name is for messages alone
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
     except BlockingIOError:
         owner = os.pread(fd, 32, 0).decode(errors="replace")
         os.close(fd)

@@ -7,7 +7,6 @@ kernel had come; a removal is acknowledged when it survives a power loss.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections import deque
@@ -18,7 +17,7 @@ from typing import Literal
 from kvmesh.tiers.calls import expired, resolve
 from kvmesh.tiers.ssd.brain import Closing, Demote, RecordPlace, Reinsert, Slot
 from kvmesh.tiers.ssd.core import FlushOp, PutOp, RemoveOp, SsdCore
-from kvmesh.tiers.ssd.disk import Scratch, write_vector
+from kvmesh.tiers.ssd.disk import FULL, Scratch, write_vector
 from kvmesh.tiers.ssd.files import BucketFile
 from kvmesh.tiers.ssd.format import BLOCK, KEY_BYTES, REMOVED, RecordHeader, checksum, pack_footer, pack_record, pages
 from kvmesh.tiers.ssd.readers import read_run
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES, BATCH_RECORDS = 8 << 20, 256  # of one pwritev; three pieces a record stay below IOV_MAX
 REST_NS = 5_000_000_000  # puts are refused so long after space or disk have failed
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 Outcome = Literal["", "stored", "unwanted", "no_room", "failed"]
 
 
@@ -171,12 +169,12 @@ class Appender:
         assert self._file is not None
         log.warning("bucket %d: %s", self._file.number, error)
         self._rest()
-        if error.errno in _FULL:
+        if error.errno in FULL:
             self._count("full")
         else:
             self._core.lose(self._file.number, error)
         self.close()
-        self._end(records, "no_room" if error.errno in _FULL else "failed")
+        self._end(records, "no_room" if error.errno in FULL else "failed")
 
     def _end(self, records: Sequence[LogRecord], outcome: Outcome) -> None:
         for record in records:
@@ -200,9 +198,9 @@ class Appender:
                 self._file, self._nonce = self._core.files.create(number, size)
             except OSError as error:
                 log.warning("bucket %d: %s", number, error)
-                self._count("full" if error.errno in _FULL else "io_errors")
+                self._count("full" if error.errno in FULL else "io_errors")
                 # Others fill this disk: our oldest blocks go, once; then puts rest.
-                if last or error.errno not in _FULL or not self._force():
+                if last or error.errno not in FULL or not self._force():
                     break
                 continue
             with self._core.lock:
@@ -241,7 +239,7 @@ class Appender:
             size = closing.offset + len(footer)
         except OSError as error:
             # On a full disk it stays, and without a footer it is walked at the next start.
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 self._core.lose(file.number, error)
             size = self._cut(file, closing.offset)
         finally:

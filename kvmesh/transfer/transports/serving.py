@@ -72,6 +72,10 @@ class Accepted(ABC):
     @abstractmethod
     def read_hello(self) -> Hello: ...
 
+    def why_refused(self, hello: Hello) -> str:
+        """Returns why the peer may not be who it says; "" when it may."""
+        return ""
+
     @abstractmethod
     def send_welcome(self, welcome: Welcome) -> None: ...
 
@@ -150,6 +154,9 @@ class AcceptingServer:
             return Welcome(WIRE_VERSION, f"segment {hello.segment!r} is not here")
         if not hello.peer:
             return Welcome(WIRE_VERSION, "no name")
+        if why := connection.why_refused(hello):
+            log.warning("%s connection of %r refused: %s", self.label, hello.peer[:80], why)
+            return Welcome(WIRE_VERSION, why)
         deadline = time.monotonic() + self.connect_timeout_s / 2
         for conn_id in hello.supersedes:
             with self._lock:

@@ -17,18 +17,17 @@ TLS is 1.3 alone, without session tickets; the kernel's TLS is not used (it want
 
 from __future__ import annotations
 
-import logging
-import os
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any, NamedTuple
 
 from kvmesh.errors import TransferError
-
-log = logging.getLogger(__name__)
+from kvmesh.rpc.authorisation import Identity, ServerRole, identities_in
+from kvmesh.watched_files import WatchedFiles
 
 PIECE_BYTES = 256 << 10
 RECORD_BYTES = 16 << 10
@@ -37,8 +36,6 @@ MAX_RECORDS = 1 << 24  # of one direction and key: AES-GCM stands 2^24.5 (RFC 84
 PART_S = 1.0
 _HANDSHAKE_RECORD, _ALERT_RECORD = 0x16, 0x15
 SETTING = "transfer_network and tls_cert, tls_key, tls_ca must be alike on both sides"
-
-FileIdentity = tuple[tuple[int, int, int], ...]
 
 
 class TlsRefused(Exception):
@@ -55,44 +52,40 @@ class TlsIdentity:
 
     def __init__(self, cert: str, key: str, ca: str, server_name: str = "") -> None:
         """Raises TransferError, which names the field, when a file cannot be used."""
-        self.server_name = server_name
-        self._paths = (cert, key, ca)
-        self._lock = threading.Lock()
-        try:
-            self._read = self._identity()
-            self._contexts = self._load()
-        except (OSError, ValueError) as err:
-            raise TransferError(
-                f"tls_cert={cert!r}, tls_key={key!r}, tls_ca={ca!r}: {_said(err)}", field="tls_cert"
-            ) from None
+        # An engine reaches whoever has KV, of several roles: which they are, `TlsSocket.identities` says.
+        self.server_name = server_name.replace("{role}", ServerRole.MEMBER)
 
-    def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Returns the contexts of the opener and of the acceptor. Files that cannot be used any more are logged, and
-        the ones before them stay in force."""
-        with self._lock:
+        def load() -> TlsContexts:
             try:
-                found = self._identity()
-                if found != self._read:
-                    self._contexts = self._load()
-                    self._read = found
+                return TlsContexts.load(cert, key, ca)
             except (OSError, ValueError) as err:
-                log.warning("certificates of the transfer engine changed and cannot be used: %s", _said(err))
-            return self._contexts
+                why = f"tls_cert={cert!r}, tls_key={key!r}, tls_ca={ca!r}: {_said(err)}"
+                raise TransferError(why, field="tls_cert") from None
 
-    def _identity(self) -> FileIdentity:
-        stats = [os.stat(path) for path in self._paths]
-        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in stats)
+        self._files = WatchedFiles("certificates of the transfer engine", (cert, key, ca), load)
 
-    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        cert, key, ca = self._paths
-        made = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    def contexts(self) -> TlsContexts:
+        """Returns the newest contexts."""
+        return self._files.value()
+
+
+class TlsContexts(NamedTuple):
+    """The contexts of the two ends of connections."""
+
+    opener: ssl.SSLContext
+    acceptor: ssl.SSLContext
+
+    @classmethod
+    def load(cls, cert: str, key: str, ca: str) -> TlsContexts:
+        """Raises OSError or ValueError when a file cannot be used."""
+        made = cls(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         for context in made:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cafile=ca)
             context.load_cert_chain(cert, key, password="")  # an empty passphrase opens no key, and none is asked for
-        made[0].check_hostname = True
-        made[1].num_tickets = 0  # every connection is verified anew
+        made.opener.check_hostname = True
+        made.acceptor.num_tickets = 0  # every connection is verified anew
         return made
 
 
@@ -150,6 +143,13 @@ class TlsSocket:
             raise TlsRefused(explained(err)) from None
         finally:
             sock.settimeout(before)
+
+    @property
+    def identities(self) -> frozenset[Identity]:
+        """What the peer's certificate says; only after the handshake."""
+        shown = self._ssl.getpeercert() or {}
+        names: Any = shown.get("subjectAltName", ())
+        return identities_in(tuple(str(name).encode() for kind, name in names if kind == "URI"))
 
     def _flush_handshake(self, deadline: float) -> None:
         if self._outgoing.pending:
@@ -301,7 +301,7 @@ ByteStream = socket.socket | TlsSocket  # what a tcp connection's bytes go throu
 def opened(sock: socket.socket, identity: TlsIdentity, host: str, timeout_s: float) -> TlsSocket:
     """Returns the opener's end after the handshake; the peer's certificate must name `host`, as it must for gRPC, or
     the configured server name. Raises NotTls, TlsRefused or OSError."""
-    secured = TlsSocket(sock, identity.contexts()[0], server_name=identity.server_name or host.partition("%")[0])
+    secured = TlsSocket(sock, identity.contexts().opener, server_name=identity.server_name or host.partition("%")[0])
     secured.handshake(timeout_s)
     return secured
 
@@ -309,7 +309,7 @@ def opened(sock: socket.socket, identity: TlsIdentity, host: str, timeout_s: flo
 def accepted(sock: socket.socket, identity: TlsIdentity, timeout_s: float) -> TlsSocket:
     """Returns the acceptor's end after the handshake; the peer has shown a certificate of the mesh's authority. Raises
     NotTls, TlsRefused or OSError."""
-    secured = TlsSocket(sock, identity.contexts()[1])
+    secured = TlsSocket(sock, identity.contexts().acceptor)
     try:
         secured.handshake(timeout_s)
     except TlsRefused as err:

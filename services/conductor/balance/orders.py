@@ -16,6 +16,7 @@ import grpc.aio
 
 from kvmesh.errors import DeadlinePassed, KvmeshError
 from kvmesh.rpc import channels, status
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc, instance_pb2, instance_pb2_grpc
 from kvmesh.services.conductor.balance.hot import DEADLINE_S
 from kvmesh.services.conductor.domain import Action, OrderEnded, Replicate, SwitchRole
@@ -88,7 +89,7 @@ class BalanceOrders:
         if not self._leads():
             return None
         request = instance_pb2.SetRoleRequest(role=ROLES_OUT[order.role], incarnation=order.ref.incarnation)
-        async with channels.connect(order.ref.address) as channel:
+        async with channels.connect(order.ref.address, ServerRole.INSTANCE) as channel:
             await _called(instance_pb2_grpc.InstanceStub(channel).SetRole(request, timeout=ROLE_S))
         return 0
 
@@ -96,7 +97,7 @@ class BalanceOrders:
         """Returns how many of the blocks the target has; None when this conductor does not lead any more. Raises
         KvmeshError when the target has none of those requested last."""
         until, held = time.monotonic() + COPY_S, 0
-        async with channels.connect(order.target.address) as channel:
+        async with channels.connect(order.target.address, ServerRole.NODE) as channel:
             stub = blocks_pb2_grpc.NodeStoreStub(channel)
             for at in range(0, len(order.keys), PULL_BLOCKS):
                 if not self._leads():

@@ -13,6 +13,7 @@ import grpc
 
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc import channels, status
+from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.leader_client import LeaderTracker, moves_on
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
@@ -67,7 +68,7 @@ class StoreWatch:
 
     async def _until_broken(self, stop: asyncio.Event) -> Exception | None:
         """Reads one stream to its end and returns why it ended; None when stopped."""
-        channel = channels.connect(self.address)
+        channel = channels.connect(self.address, ServerRole.STORE)
         reading = asyncio.create_task(self._read(channel))
         stopping = asyncio.create_task(stop.wait())
         try:

@@ -19,6 +19,7 @@ from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.services.gateway.rest.hosts import Application
 from kvmesh.services.gateway.rest.http_protocol import BoundedHttpProtocol, HttpConnections
 from kvmesh.telemetry import names
+from kvmesh.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class TlsListener:
     def __init__(
         self,
         listener: socket.socket,
-        context: ssl.SSLContext,
+        tls: WatchedFiles[ssl.SSLContext],
         make: Callable[[], asyncio.BaseProtocol],
         connections: HttpConnections,
     ) -> None:
@@ -43,7 +44,7 @@ class TlsListener:
         listener.listen(_BACKLOG)
         self.sockets = (listener,)
         self._listener = listener
-        self._context = context
+        self._tls = tls
         self._make = make
         self._connections = connections
         self._most = max(4, connections.most // 4)
@@ -95,7 +96,7 @@ class TlsListener:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make,
                 sock,
-                ssl=self._context,
+                ssl=self._tls.value(),  # a renewed certificate is for connections from then on
                 ssl_handshake_timeout=self._connections.limits.head_timeout_s,
                 ssl_shutdown_timeout=1.0,
             )
@@ -111,8 +112,11 @@ def _cut(sock: socket.socket) -> None:
 class _Uvicorn(uvicorn.Server):
     """Uvicorn without its hold on signals, which belong to the process, and with a moment called started."""
 
-    def __init__(self, config: uvicorn.Config, connections: HttpConnections) -> None:
+    def __init__(
+        self, config: uvicorn.Config, connections: HttpConnections, tls: WatchedFiles[ssl.SSLContext] | None
+    ) -> None:
         super().__init__(config)
+        self._tls = tls
         self.accepting = asyncio.Event()
         self._connections = connections
 
@@ -121,22 +125,24 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        context = self.config.ssl
-        if context is None or not sockets:
+        tls = self._tls
+        if tls is None or not sockets:
             await super().startup(sockets)
         else:
             await self.lifespan.startup()
             protocol: Any = self.config.http_protocol_class
             make = functools.partial(protocol, self.config, self.server_state, {})
-            self.servers = [TlsListener(sock, context, make, self._connections) for sock in sockets]  # type: ignore[misc]
+            self.servers = [TlsListener(sock, tls, make, self._connections) for sock in sockets]  # type: ignore[misc]
             self.started = True
         self.accepting.set()
 
 
 class HttpServer:
-    """uvicorn on this event loop; HTTPS when the configuration names a certificate."""
+    """uvicorn on this event loop; HTTPS with `tls`."""
 
-    def __init__(self, application: Application, config: GatewayConfig) -> None:
+    def __init__(
+        self, application: Application, config: GatewayConfig, tls: WatchedFiles[ssl.SSLContext] | None
+    ) -> None:
         self._host = config.host
         self._port = config.http_port
         self._limits = config.http_limits
@@ -153,10 +159,9 @@ class HttpServer:
                 timeout_graceful_shutdown=_GRACE_S,
                 backlog=_BACKLOG,
                 timeout_keep_alive=self._limits.idle_timeout_s,  # type: ignore[arg-type]
-                ssl_certfile=config.http_tls_cert or None,
-                ssl_keyfile=config.http_tls_key or None,
             ),
             self._connections,
+            tls,
         )
         self._task: asyncio.Task[None] | None = None
 

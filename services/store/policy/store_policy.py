@@ -145,9 +145,9 @@ class StorePolicy:
 
     # ── members ──────────────────────────────────────────────────────────────────────────────────────
 
-    def joined(self, member: RegisteredNode, removed_seq: int) -> None:
+    def joined(self, member: RegisteredNode, removed_seq: int, lasting_seq: int | None = None) -> None:
         """Adds a member. The same incarnation may join again."""
-        self.tombstones.joined(member.instance_id, removed_seq)
+        self.tombstones.joined(member.instance_id, removed_seq, lasting_seq)
         self.drains.joined(member.instance_id, member.incarnation)
         self.nodes.joined(member, member.instance_id in self.drains)
         self.known.joined(member.instance_id)

@@ -50,6 +50,7 @@ class Tombstones:
         self._keys: dict[bytes, int] = {}  # key → seq of the last tombstone that names it
         self._prefixes: dict[bytes, int] = {}
         self._applied: dict[str, int] = {}
+        self._lasting: dict[str, int] = {}  # of members of which not all lasts: what the next incarnation has applied
         self._reported: dict[str, int] = {}  # never more than the same entry of `_applied`
         self._asking: dict[str, int] = {}  # the tombstone that a member is being asked to apply
         self._left: OrderedDict[str, tuple[int, float]] = (
@@ -84,8 +85,12 @@ class Tombstones:
 
     # ── members ──────────────────────────────────────────────────────────────────────────────────────
 
-    def joined(self, instance_id: str, applied: int) -> None:
-        """Adds a member that has applied all tombstones up to `applied`."""
+    def joined(self, instance_id: str, applied: int, lasting: int | None = None) -> None:
+        """Adds a member that has applied all tombstones up to `applied`. `lasting` is given where its next incarnation may
+        have blocks again that this one does not remove: it has applied all up to there."""
+        self._lasting.pop(instance_id, None)
+        if lasting is not None:
+            self._lasting[instance_id] = lasting
         known = min(applied, self.last)
         if self._left.get(instance_id, (0, 0.0))[0] >= self.floor:
             known = max(known, self.floor)  # an earlier incarnation had applied what is forgotten
@@ -93,7 +98,8 @@ class Tombstones:
 
     def ended(self, instance_id: str, now: float) -> None:
         """Notes that a node is a member no more."""
-        self._left[instance_id] = (self._applied.pop(instance_id, 0), now)
+        applied = self._applied.pop(instance_id, 0)
+        self._left[instance_id] = (min(applied, self._lasting.pop(instance_id, applied)), now)
         self._left.move_to_end(instance_id)
         if len(self._left) > MAX_LEFT:
             self._left.popitem(last=False)

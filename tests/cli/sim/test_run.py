@@ -101,6 +101,19 @@ def test_a_sweep_is_a_run_for_each_combination(invoke: Invoke, trace: Path, tmp_
 
 
 @pytest.mark.slow
+def test_one_queue_for_all_tenants_or_turns(invoke: Invoke, tmp_path: Path) -> None:
+    load = tmp_path / "load.csv"
+    load.write_text("time,input,output,tenant\n" + "0,8192,2,greedy\n" * 12 + "0.2,8192,2,modest\n")
+    waits = []
+    for flag in ("--tenant-fairness", "--no-tenant-fairness"):
+        out = tmp_path / flag
+        result = invoke("--csv", load, *SMALL, "--admission", "off", flag, "--out", out)
+        assert result.exit_code == 0, result.output
+        with (out / "requests.csv").open() as file:
+            waits += [float(row["ttft_s"]) for row in csv.DictReader(file) if row["tenant"] == "modest"]
+    assert 3 * waits[0] < waits[1]
+
+
 def test_what_no_conductor_is_told_is_shown(invoke: Invoke) -> None:
     work = (
         "--synthetic",
@@ -199,6 +212,12 @@ def test_tables_and_synthetic_sessions_are_served_too(invoke: Invoke, tmp_path: 
         (("--trace", "TRACE", "--prefill", "1", "--join", "p0:1"), "join=p0:1: must be after another prefill instance"),
         (("--trace", "TRACE", "--coupled", "2", "--unknown"), "unknown=True: not with --coupled"),
         (("--trace", "TRACE", "--heartbeat", "0"), "heartbeat=0: must be over 0 ms"),
+        (("--trace", "TRACE", "--prefill-mesh", "np=2"), "prefill_mesh='np=2': no axis is called 'np'"),
+        (("--trace", "TRACE", "--decode-mesh", "tp=3"), "tp=3: must divide the 64 attention heads"),
+        (("--trace", "TRACE", "--decode-mesh", "dp=8"), "has 131 GiB of weights, and a800 room for 72"),
+        (("--trace", "TRACE", "--coupled-mesh", "tp=8"), "coupled_mesh='tp=8': only with --coupled"),
+        (("--trace", "TRACE", "--coupled", "2", "--decode-mesh", "tp=8"), "decode_mesh='tp=8': not with --coupled"),
+        (("--trace", "TRACE", "--times", "x", "--decode-mesh", "tp=8"), "decode_mesh='tp=8': not with --times"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(invoke: Invoke, trace: Path, args: tuple[str, ...], words: str) -> None:
@@ -281,6 +300,19 @@ def test_fitted_times_take_the_place_of_the_roofline(tmp_path: Path) -> None:
     assert spec.times.decode_s(3, 100) == 0.5
     assert (spec.kv_tokens, spec.dram_tokens, spec.nic_bytes_per_s) == (5000, 9000, pytest.approx(1e9))
     assert sim_build.node_of(options(times=file, nic_gbps=80.0)).nic_bytes_per_s == pytest.approx(8.7e9)
+
+
+def test_axes_take_the_place_of_tensor_parallelism() -> None:
+    told = options(prefill_mesh="pp=4,tp=8", decode_mesh="dp=2,tp=8", prefill=2, decode=1)
+    config = sim_build.config_of(told)
+    (one, _), (rows,) = config.prefill, config.decode
+    assert one.pipeline is not None and (one.slots, rows.slots, rows.pipeline) == (1, 2, None)
+    plain = sim_build.node_of(options())
+    assert one.dram_tokens == 4 * plain.dram_tokens and one.nic_bytes_per_s == 4 * plain.nic_bytes_per_s
+    assert rows.kv_tokens == pytest.approx(2 * plain.kv_tokens, rel=1e-3)
+    assert config.load_bytes_per_s == pytest.approx(16 * 32e9 * 0.8)
+    (both,) = sim_build.config_of(options(coupled=1, coupled_mesh="tp=8")).coupled
+    assert both.kv_tokens == pytest.approx(plain.kv_tokens, rel=1e-3)
 
 
 def test_sweeps_are_named_and_bounded() -> None:

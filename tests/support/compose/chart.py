@@ -28,7 +28,10 @@ EVERYTHING: Manifest = {
     "priorityClassName": "high",
     "serviceAccount": {"annotations": {"role": "reader"}},
     "model": {"name": "Org/Chat 8B", "id": "org/chat-8b", "claim": "models", "tokenSecret": "hub"},
-    "tls": {"secretName": "mesh-tls", "serverName": "mesh", "transferNetwork": "trusted"},
+    "tls": {
+        "secrets": {"instance": "instances", "store": "stores", "conductor": "conductors", "gateway": "gateways"},
+        "transferNetwork": "trusted",
+    },
     "objectStorage": {"url": "s3://bucket/kv", "secretName": "s3"},
     "gateway": {
         "apiKeysSecret": "keys",

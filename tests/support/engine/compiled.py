@@ -44,7 +44,7 @@ SHAPES = (
 )
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT32 = ("of_token", "table", "owners", "work", "joins", "lengths", "slots", "source", "target", "bits")
-FLOAT32 = ("sinks", "partial", "weights", "answers", "log_decay", "rate", "states")
+FLOAT32 = ("sinks", "partial", "weights", "answers", "log_decay", "rate", "states", "lse")
 FLOAT64 = ("temperature", "min_p", "sums", "noise", "least", "goals", "befores", "found", "cuts")
 INT64 = ("rows", "tokens", "ranges", "runs", "order", "owners", "tile_ends", "row_ends", "counts", "masks")
 OF_DTYPE = (
@@ -147,7 +147,10 @@ def main(capability: int, part: str = "") -> None:
             of_cut = {"TILE": cut.keys, "QUERIES": cut.queries, "FOLDED": cut.folded}
             show("decode/chunked", dtype, dim, decode._attend, **attend, **chunked, PADDED_GROUP=power_of_two(group))
             show("prefill/chunked", dtype, dim, prefill._attend, cut.warps, cut.stages, **chunked | of_cut)
-        show("join", dtype, dim, decode._join, 4, **size, AT_ONCE=decode.JOINED_AT_ONCE, SINKS=True)
+        join = size | {"AT_ONCE": decode.JOINED_AT_ONCE}
+        show("join", dtype, dim, decode._join, 4, **join, SINKS=True, PARTS=False)
+        if (dtype, dim) == ("bf16", 128):  # of a part of a context
+            show("join_parts", dtype, dim, decode._join, 4, **join, SINKS=False, PARTS=True)
         own = (dtype, dim, block, capability) == ("bf16", 128, 64, 90)  # candidates are measured on Hopper
         for at, cut in enumerate((prefill.usual(dim, ITEMSIZE[dtype], block), *(prefill.CANDIDATES if own else ()))):
             sizes = {"TILE": cut.keys, "QUERIES": cut.queries, "FOLDED": cut.folded}
@@ -220,6 +223,7 @@ def latents(show: Any, capability: int) -> None:
                 name = "latent_prefill" + (f"/{at}" if at else "")
                 show(name, dtype, nope, latent_prefill._attend, piece.warps, piece.stages, **sizes, **tiles)
             joined = {"DIM": latent, "PADDED": latent, "AT_ONCE": latent_decode.JOINED_AT_ONCE, "SINKS": False}
+            joined["PARTS"] = False
             show("latent_join", dtype, latent, decode._join, 4, **joined)
             half = {"NOPE": nope, "HALF": rope // 2, "PADDED_HALF": power_of_two(rope // 2), "INTERLEAVED": True}
             half |= {"LATENT": latent, "PADDED": latent, "AT_ONCE": latent_write.HEADS_AT_ONCE, "ROUND_FIRST": True}

@@ -304,7 +304,6 @@ def _settings(model: Path, folder: Path, certificates: Certificates, clocks: Pat
         grpc_port=0,
         memory_mb=64,
         pool_memory_mb=16,
-        transfer_network="trusted",  # its machines are network namespaces: no shared memory between them
         run_dir=str(folder / "run"),
         flags={
             **{name: {"node_id": host} for name, host in PLACES.items()},

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import array
 import socket
+import ssl
 import struct
 
+from kvmesh.rpc.certificates import Certificates
 from kvmesh.transfer import SegmentDescriptor
 from kvmesh.transfer.segment import RegionInfo
-from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports import tls, wire
 from kvmesh.transfer.transports.shm.path import raw_address
+from kvmesh.transfer.transports.tls import ByteStream, TlsIdentity
 
 BASE = 1 << 20  # offset of a RawTarget's only region
+HANDSHAKE_S = 10.0
+
+tls_files: Certificates | None = None  # what the engines under test have where tcp speaks TLS
+
+
+def secured(sock: socket.socket) -> socket.socket:
+    """The opener's end, over Python's own TLS socket where TLS was asked for."""
+    if tls_files is None:
+        return sock
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(tls_files.ca)
+    context.load_cert_chain(tls_files.cert, tls_files.key)
+    context.check_hostname = False
+    try:
+        return context.wrap_socket(sock)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def greeting(descriptor: SegmentDescriptor, peer: str, conn_id: int, supersedes: tuple[int, ...] = ()) -> bytes:
@@ -25,7 +46,7 @@ class RawTcp:
 
     def __init__(self, descriptor: SegmentDescriptor, peer: str, conn_id: int = 1, supersedes: tuple[int, ...] = ()):
         endpoint = descriptor.endpoints["tcp"]
-        self.sock = socket.create_connection((endpoint["host"], int(endpoint["port"])), 10)
+        self.sock = secured(socket.create_connection((endpoint["host"], int(endpoint["port"])), HANDSHAKE_S))
         data = greeting(descriptor, peer, conn_id, supersedes)
         self.sock.sendall(wire.LENGTH.pack(len(data)) + data)
         (length,) = wire.LENGTH.unpack(self.receive(wire.LENGTH.size))
@@ -93,7 +114,7 @@ class RawTarget:
     def __init__(self, name: str, nbytes: int) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(10)
-        self.sock = socket.socket()
+        self.sock: ByteStream = socket.socket()
         endpoint = {"host": "127.0.0.1", "port": str(self._listener.getsockname()[1])}
         region = RegionInfo(BASE, nbytes, "cpu:0", False)
         self.descriptor = SegmentDescriptor(name, "elsewhere", "token", (region,), {"tcp": endpoint})
@@ -102,8 +123,11 @@ class RawTarget:
     def accept(self) -> None:
         """Takes the next connection."""
         self.sock.close()
-        self.sock, _ = self._listener.accept()
-        self.sock.settimeout(10)
+        self.sock = sock = self._listener.accept()[0]
+        sock.settimeout(10)
+        if (made := tls_files) is not None:
+            identity = TlsIdentity(str(made.cert), str(made.key), str(made.ca))
+            self.sock = tls.accepted(sock, identity, HANDSHAKE_S)
         (length,) = wire.LENGTH.unpack(wire.recv_exact(self.sock, wire.LENGTH.size))
         self.hello = wire.decode_hello(bytes(wire.recv_exact(self.sock, length)))
         welcome = wire.encode_hello(wire.Welcome(wire.WIRE_VERSION))

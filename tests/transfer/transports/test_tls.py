@@ -20,8 +20,10 @@ from typing import Any
 
 import pytest
 
+from kvmesh import watched_files
 from kvmesh.errors import TransferError
-from kvmesh.rpc.certificates import Certificates, make_certificates
+from kvmesh.rpc.authorisation import ROLE_NAME, identities
+from kvmesh.rpc.certificates import Certificates, make_certificates, make_role_certificates
 from kvmesh.transfer import EngineConfig, Range, TransferState
 from kvmesh.transfer.config import TLS_FIELDS, tls_fields
 from kvmesh.transfer.transports import serving, tls
@@ -327,6 +329,39 @@ def test_only_the_mesh_s_own_authority_is_believed_by_either_side(
     assert "does not take this side's tls_cert" in write(stranger, own, 4 * KIB)
 
 
+def test_only_who_has_kv_is_believed_and_only_for_itself(nest: Nest, tmp_path: Path) -> None:
+    wanted = {
+        "one": identities(["instance/one"]), "two": identities(["store/two"]), "gateway": identities(["gateway"]),
+        "nobody": (),
+    }  # fmt: skip
+    made = make_role_certificates(tmp_path, wanted)
+    made["liar"] = made["two"]  # and says that it is "one"
+    names = {"one": "one/0@1", "two": "two/0@1", "gateway": "gateway/0@1", "nobody": "nobody/0@1", "liar": "one/0@2"}
+    actors = {who: nest.actor(name, secure(made[who])) for who, name in names.items()}
+    for actor in actors.values():
+        actor.allocate(4 * KIB, seed=1)
+    for writer, target, why in (
+        ("one", "two", ""),
+        ("two", "one", ""),
+        ("one", "gateway", "the certificate says gateway"),
+        ("gateway", "one", "the certificate says gateway"),
+        ("nobody", "one", "names no role"),
+        ("one", "nobody", "names no role"),
+        ("liar", "two", "engine 'one/0@2': the certificate is for store/two"),
+        ("two", "liar", "engine 'one/0@2': the certificate is for store/two"),
+    ):
+        cause = write(actors[writer], actors[target], 4 * KIB)
+        assert why in cause if why else cause == "", (writer, target)
+
+
+def test_a_role_in_place_of_the_host(nest: Nest, certs: Certificates) -> None:
+    target = nest.actor("target#1", secure(certs, host="0.0.0.0", advertise_host="127.0.0.2"))
+    writer = nest.actor("writer#1", secure(certs, tls_server_name=ROLE_NAME))
+    for actor in (target, writer):
+        actor.allocate(4 * KIB, seed=1)
+    assert write(writer, target, 4 * KIB) == ""
+
+
 def test_a_certificate_must_name_the_host(nest: Nest, certs: Certificates) -> None:
     target = nest.actor("target#1", secure(certs, host="0.0.0.0", advertise_host="127.0.0.2"))
     writer = nest.actor("writer#1", secure(certs))
@@ -349,7 +384,8 @@ def test_older_tls_is_refused(nest: Nest, certs: Certificates) -> None:
         context.wrap_socket(sock, server_hostname="127.0.0.1")
 
 
-def test_renewed_files_are_read_again(certs: Certificates, tmp_path: Path) -> None:
+def test_renewed_files_are_read_again(certs: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.0)
     made = make_certificates(tmp_path)
     identity = identity_of(made)
     before = identity.contexts()
@@ -412,7 +448,7 @@ def test_garbage_ends_its_own_connection_alone(
     endpoint = target.engine.local_descriptor().endpoints["tcp"]
     where = endpoint["host"], int(endpoint["port"])
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    talk = identity_of(certs).contexts()[0].wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    talk = identity_of(certs).contexts().opener.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
     with pytest.raises(ssl.SSLWantReadError):
         talk.do_handshake()
     hello = outgoing.read()

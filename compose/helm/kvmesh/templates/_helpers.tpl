@@ -60,7 +60,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- with $values.otlpEndpoint }}
 - {name: KVMESH_OTLP_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
-{{- if $values.tls.secretName }}
+{{- if include "kvmesh.tls.secret" . }}
 - {name: KVMESH_TLS_CERT, value: /etc/kvmesh/tls/tls.crt}
 - {name: KVMESH_TLS_KEY, value: /etc/kvmesh/tls/tls.key}
 - {name: KVMESH_TLS_CA, value: /etc/kvmesh/tls/ca.crt}
@@ -262,14 +262,25 @@ annotations:
 {{- end }}
 {{- end -}}
 
+{{/* The Secret with the certificate of a component's role, "" without TLS: dict "root" $ "component" "pool" */}}
+{{- define "kvmesh.tls.secret" -}}
+{{- $tls := .root.Values.tls -}}
+{{- $role := get (dict "gateway" "gateway" "conductor" "conductor" "store" "store" "pool" "store") .component | default "instance" -}}
+{{- $found := index $tls.secrets $role | default $tls.secretName -}}
+{{- if and (not $found) (or $tls.secrets.instance $tls.secrets.store $tls.secrets.conductor $tls.secrets.gateway) -}}
+{{- fail (printf "tls.secrets.%s: is needed, as others have one (or tls.secretName, for all that have none)" $role) -}}
+{{- end -}}
+{{- $found -}}
+{{- end -}}
+
 {{- define "kvmesh.tls.mount" -}}
-{{- if .Values.tls.secretName -}}
+{{- if include "kvmesh.tls.secret" . -}}
 - {name: tls, mountPath: /etc/kvmesh/tls, readOnly: true}
 {{- end -}}
 {{- end -}}
 
 {{- define "kvmesh.tls.volume" -}}
-{{- with .Values.tls.secretName -}}
+{{- with include "kvmesh.tls.secret" . -}}
 - name: tls
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end -}}

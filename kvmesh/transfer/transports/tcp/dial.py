@@ -11,10 +11,11 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvmesh.rpc.authorisation import why_no_kv
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.transports import tls, wire
 from kvmesh.transfer.transports.tcp.nics import Address, IpAddress, PeerNic, TcpNic, family, port_of, routes, sockaddr
-from kvmesh.transfer.transports.tls import ByteStream, TlsIdentity
+from kvmesh.transfer.transports.tls import ByteStream, TlsIdentity, TlsSocket
 from kvmesh.transfer.transports.wire import ConnectionRefused, Hello, ProtocolBroken
 
 OWN_HOST_BYTES = 512 << 10
@@ -149,6 +150,8 @@ def secured(
 def greet(sock: ByteStream, hello: Hello) -> None:
     """Sends the greeting and returns when the acceptor has taken it: nothing that `hello` supersedes can land any more.
     Raises ConnectionRefused, Gone, ProtocolBroken or OSError otherwise."""
+    if isinstance(sock, TlsSocket) and (why := why_no_kv(sock.identities, hello.segment)):
+        raise ConnectionRefused(f"TLS with {hello.segment}: {why}", retry=False)
     data = wire.encode_hello(hello)
     try:
         sock.sendall(wire.LENGTH.pack(len(data)) + data)

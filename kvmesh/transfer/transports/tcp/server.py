@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from kvmesh.rpc.authorisation import why_no_kv
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.transports import tls, wire
 from kvmesh.transfer.transports.adaptive_spin import AdaptiveSpin
 from kvmesh.transfer.transports.serving import Accepted, AcceptingServer
 from kvmesh.transfer.transports.tcp.dial import size_buffers, tune
-from kvmesh.transfer.transports.tls import ByteStream, TlsIdentity
+from kvmesh.transfer.transports.tls import ByteStream, TlsIdentity, TlsSocket
 from kvmesh.transfer.transports.wire import Asked, Hello, ProtocolBroken, Welcome
 
 _SCRATCH_BYTES = 256 << 10
@@ -49,6 +50,9 @@ class TcpAccepted(Accepted):
                 self._refuse(f"speaks TLS over tcp, and this side does not: {tls.SETTING}")
             raise ProtocolBroken(f"hello of {length} bytes")
         return wire.decode_hello(bytes(wire.recv_exact(self.stream, length)))
+
+    def why_refused(self, hello: Hello) -> str:
+        return why_no_kv(self.stream.identities, hello.peer) if isinstance(self.stream, TlsSocket) else ""
 
     def _secure(self, identity: TlsIdentity) -> None:
         """Shakes hands, within the time of a greeting. Raises ProtocolBroken when there is no trusting the peer."""

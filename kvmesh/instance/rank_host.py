@@ -1,0 +1,406 @@
+"""`kvmesh serve ranks` starts ranks on this machine for fronts on others, and carries their frames (ADR 0044).
+
+A front opens one stream, over which its certificate says which instance it is. The ranks are this process's children;
+they end with the stream, with a front that says nothing for its `silence_ms`, and with this process. It decides
+nothing: of the messages it looks at the first alone, Configure, in which it sets what belongs to this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from kvmesh.errors import InvalidRequest, Overloaded, PermissionDenied, ProtocolMismatch, Unavailable
+from kvmesh.instance.host_link import BEAT_S, PIECE_BYTES, build
+from kvmesh.instance.rank_host_config import RanksConfig
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.client import RankProcess, rank_env, rank_socket, start_process
+from kvmesh.ranks.ipc import HEADER, MAX_FRAME_BYTES, frame
+from kvmesh.ranks.network import find_interface
+from kvmesh.rpc import protocol, security
+from kvmesh.rpc.authorisation import ANY_NAME, CallerRole, grpc_caller
+from kvmesh.rpc.bidi import ServerStream
+from kvmesh.rpc.pb import ranks_pb2, ranks_pb2_grpc
+from kvmesh.rpc.runner import observed
+from kvmesh.rpc.server import Server
+
+log = logging.getLogger(__name__)
+
+SERVICE = "kvmesh.v1.RankHost"
+STOP_GRACE_S = 0.5
+REAP_S = 2.0
+MOST_THREADS = 1024
+RETRY_AFTER_MS = 1_000
+HELD_BYTES = 4 << 20  # read from the ranks of a stream and not taken by its front: then they are not read
+ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+async def run(config: RanksConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+    """Serves until `stop`; `started` hears the addresses. Raises ConfigError when a port is in use."""
+    async with observed("ranks", config.node_id, config) as metrics:
+        server = Server(config.host, config.port)
+        servicer = RankHostServicer(config)
+        ranks_pb2_grpc.add_RankHostServicer_to_server(servicer, server.grpc)
+        server.serves(SERVICE)
+        await server.start()
+        try:
+            server.set_ready(True)
+            started({"address": server.address, "metrics": metrics})
+            await stop.wait()
+        finally:
+            servicer.end("the rank host stops")
+            await server.stop(STOP_GRACE_S)
+
+
+class HostedRank:
+    """Owns one rank process and the socket to it, for a front elsewhere. `prepare` sets in its Configure what belongs
+    to this machine; `news` is called when `taken` or `ended` have something new."""
+
+    def __init__(
+        self, rank: int, threads: int, prepare: Callable[[m.Configure], m.Configure], news: Callable[[], None]
+    ) -> None:
+        self.rank, self.ended = rank, ""
+        self._prepare, self._news = prepare, news
+        self._first: bytearray | None = bytearray()  # the first frame, while it comes
+        self._out, self.taken = bytearray(), bytearray()
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = rank_socket()
+        try:
+            self._process: RankProcess = start_process([theirs.fileno()], rank_env(threads))
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._sock: socket.socket | None = ours
+        self.resume()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def feed(self, data: bytes) -> None:
+        """Passes on a piece of what the front sends. Raises InvalidRequest where it does not begin with Configure."""
+        if self._first is not None:
+            self._first += data
+            data = self._configured(self._first)
+            if not data:
+                return
+            self._first = None
+        if self._sock is None:
+            return
+        if len(self._out) > MAX_FRAME_BYTES:
+            self.kill("takes no messages")
+            return
+        if not self._out:
+            self._loop.add_writer(self._sock, self._writable)
+        self._out += data
+
+    def _configured(self, first: bytearray) -> bytes:
+        """Returns what has come once the first frame is whole, with this machine's settings; b"" before."""
+        if len(first) < HEADER.size:
+            return b""
+        (length,) = HEADER.unpack_from(first)
+        if length > PIECE_BYTES:
+            raise InvalidRequest.of("frames", length, f"the first frame has at most {PIECE_BYTES} bytes")
+        end = HEADER.size + length
+        if len(first) < end:
+            return b""
+        try:
+            message = msgspec.msgpack.decode(bytes(first[HEADER.size : end]), type=m.ToRank)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"frames: the first message cannot be read: {error}", field="frames") from None
+        if not isinstance(message, m.Configure) or message.rank != self.rank:
+            raise InvalidRequest(f"frames: the first message is not the Configure of rank {self.rank}", field="frames")
+        return frame(self._prepare(message)) + bytes(first[end:])
+
+    def resume(self) -> None:
+        """Reads from the rank (again)."""
+        if self._sock is not None:
+            self._loop.add_reader(self._sock, self._readable)
+
+    def pause(self) -> None:
+        """Leaves what the rank says in its socket, where it waits in turn."""
+        if self._sock is not None:
+            self._loop.remove_reader(self._sock)
+
+    def _writable(self) -> None:
+        assert self._sock is not None
+        try:
+            sent = self._sock.send(self._out)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._closed()
+            return
+        del self._out[:sent]
+        if not self._out:
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        assert self._sock is not None
+        try:
+            data = self._sock.recv(PIECE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.taken += data
+            self._news()
+        else:
+            self._closed()
+
+    def _closed(self) -> None:
+        """The rank has closed its socket: the kernel does so a moment before the process is gone."""
+        self._detach()
+        self._loop.create_task(self._reap(), name=f"end of rank {self.rank}")
+
+    async def _reap(self) -> None:
+        code = await asyncio.to_thread(self._waited, REAP_S)
+        if code is None:
+            self.kill("closed its socket")
+        elif not self.ended:
+            self.ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        self._news()
+
+    def _waited(self, timeout_s: float) -> int | None:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self, why: str) -> None:
+        """Ends the process now."""
+        self.ended = self.ended or why
+        self._process.kill()
+        self._detach()
+        self._news()
+
+    def _detach(self) -> None:
+        if self._sock is not None:
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+            self._sock = None
+
+    async def close(self) -> None:
+        """Kills the process and waits until it is gone."""
+        self._process.kill()
+        self._detach()
+        await asyncio.to_thread(self._waited, REAP_S)
+
+
+class HostedRanks:
+    """Is what runs here of one instance, for one stream of its front."""
+
+    def __init__(self, hello: ranks_pb2.RankHostHello, prepare: Callable[[m.Configure], m.Configure]) -> None:
+        self.instance_id, self.incarnation = hello.instance.instance_id, hello.instance.incarnation
+        self.news, self.over = asyncio.Event(), asyncio.Event()
+        self.why = ""
+        self._silence_s = hello.silence_ms / 1000
+        self._heard_at = time.monotonic()
+        self._beat_due, self._paused = True, False
+        self._told: set[int] = set()
+        self._ranks: dict[int, HostedRank] = {}
+        try:
+            for rank in hello.ranks:
+                self._ranks[rank] = HostedRank(rank, hello.threads, prepare, self.news.set)
+        except BaseException:
+            self.end("not all of them could start")
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.pid for rank in self._ranks.values()]
+
+    def take(self, request: ranks_pb2.RankHostRequest) -> None:
+        """Takes a message of the front. Raises InvalidRequest for a rank that is not here."""
+        self._heard_at = time.monotonic()
+        kind = request.WhichOneof("kind")
+        if kind == "beat":
+            self._beat_due = True
+            self.news.set()
+            return
+        if kind not in ("frames", "kill"):
+            raise InvalidRequest.of("kind", kind, "frames, beat or kill")
+        number = request.frames.rank if kind == "frames" else request.kill.rank
+        rank = self._ranks.get(number)
+        if rank is None:
+            raise InvalidRequest.of("rank", number, f"one of {sorted(self._ranks)}")
+        if kind == "frames":
+            rank.feed(request.frames.data)
+        else:
+            rank.kill("was killed by its front")
+
+    def outgoing(self) -> Sequence[ranks_pb2.RankHostEvent]:
+        """Returns what the front is to hear now: every rank's bytes before its end."""
+        events: list[ranks_pb2.RankHostEvent] = []
+        if self._beat_due:
+            self._beat_due = False
+            events.append(ranks_pb2.RankHostEvent(beat=ranks_pb2.RankHostBeat(host_ns=time.monotonic_ns())))
+        for number, rank in self._ranks.items():
+            data, rank.taken = rank.taken, bytearray()
+            for at in range(0, len(data), PIECE_BYTES):
+                piece = ranks_pb2.RankFrames(rank=number, data=bytes(data[at : at + PIECE_BYTES]))
+                events.append(ranks_pb2.RankHostEvent(frames=piece))
+            if rank.ended and number not in self._told:
+                self._told.add(number)
+                events.append(ranks_pb2.RankHostEvent(ended=ranks_pb2.RankEnded(rank=number, cause=rank.ended)))
+        return events
+
+    async def watch(self) -> None:
+        """Ends the ranks of a front that is silent for too long."""
+        while (silent := time.monotonic() - self._heard_at) <= self._silence_s:
+            await asyncio.sleep(min(BEAT_S, self._silence_s / 4))
+            self._beat_due = True  # the front waits for this process's word, too
+            self.news.set()
+        self.end(f"its front has been silent for {silent:.1f} s")
+
+    def end(self, why: str) -> None:
+        """Kills all ranks, and the stream with them."""
+        self.why = self.why or why
+        for rank in self._ranks.values():
+            rank.kill(why)
+        self.over.set()
+        self.news.set()
+
+    async def close(self) -> None:
+        """Leaves no process behind."""
+        await asyncio.gather(*(rank.close() for rank in self._ranks.values()))
+
+
+class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
+    """Serves the fronts whose ranks run on this machine."""
+
+    def __init__(self, config: RanksConfig) -> None:
+        self._config = config
+        self._hosted: dict[str, HostedRanks] = {}
+        self._count = 0  # of ranks
+
+    def end(self, why: str) -> None:
+        """Ends all ranks."""
+        for hosted in self._hosted.values():
+            hosted.end(why)
+
+    async def Run(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[ranks_pb2.RankHostRequest], context: Any
+    ) -> None:
+        """Runs the ranks of one instance until its front ends the stream. Raises InvalidRequest, ProtocolMismatch,
+        PermissionDenied (another instance's certificate), Overloaded, or Unavailable when a newer incarnation is
+        here."""
+        stream: ServerStream[ranks_pb2.RankHostRequest, ranks_pb2.RankHostEvent] = ServerStream(
+            request_iterator, context
+        )
+        hello = await stream.hello()
+        self._check(hello, context)
+        name = hello.instance.instance_id
+        stream.who = f"the front of {name}"
+        await self._supersede(name, hello.instance.incarnation)
+        if self._count + len(hello.ranks) > self._config.max_ranks:
+            raise Overloaded(
+                f"max_ranks={self._config.max_ranks}: {self._count} ranks run here, {len(hello.ranks)} more are asked "
+                "for",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        self._count += len(hello.ranks)
+        hosted: HostedRanks | None = None
+        watching: asyncio.Task[None] | None = None
+        try:
+            hosted = self._hosted[name] = HostedRanks(hello, partial(prepared, self._config, _host(context.peer())))
+            log.info("%s: ranks %s as processes %s", name, list(hello.ranks), hosted.pids)
+            welcome = ranks_pb2.RankHostWelcome(
+                protocol_version=protocol.PROTOCOL_VERSION, pids=hosted.pids, host_ns=time.monotonic_ns()
+            )
+            await stream.write(ranks_pb2.RankHostEvent(hello=welcome))
+            watching = asyncio.create_task(hosted.watch(), name=f"silence of {name}")
+            await stream.serve(hosted.take, hosted.outgoing, hosted.news, hosted.over.is_set)
+        finally:
+            if watching is not None:
+                watching.cancel()
+            if hosted is not None:
+                hosted.end("its front has ended the stream")
+                log.info("%s: ranks %s end: %s", name, list(hello.ranks), hosted.why)
+                await asyncio.shield(self._closed(name, hosted))
+            self._count -= len(hello.ranks)
+
+    async def _closed(self, name: str, hosted: HostedRanks) -> None:
+        await hosted.close()
+        if self._hosted.get(name) is hosted:
+            del self._hosted[name]
+
+    async def _supersede(self, name: str, incarnation: int) -> None:
+        """Ends what an earlier incarnation of this instance has left here: its front's end may not be known yet. Raises
+        Unavailable when the one that is here is newer."""
+        old = self._hosted.get(name)
+        if old is None:
+            return
+        if old.incarnation >= incarnation:
+            raise Unavailable(
+                f"{name} runs here as incarnation {old.incarnation:x}, which is not before {incarnation:x}"
+            )
+        old.end("a newer incarnation of its front has come")
+        await self._closed(name, old)
+
+    def _check(self, hello: ranks_pb2.RankHostHello, context: Any) -> None:
+        protocol.check(hello.protocol_version, "the front")
+        if hello.build != build():
+            raise ProtocolMismatch(
+                f"build={hello.build[:80]!r}: this rank host is {build()!r}; run the same kvmesh on all hosts of an "
+                "instance",
+                field="build",
+            )
+        name, ranks = hello.instance.instance_id, list(hello.ranks)
+        if not name:
+            raise InvalidRequest.of("instance_id", name, "an instance's name")
+        if not ranks or len(set(ranks)) < len(ranks) or len(ranks) > self._config.max_ranks:
+            raise InvalidRequest.of("ranks", ranks[:20], f"1 to {self._config.max_ranks} different ranks (max_ranks)")
+        if not 1 <= hello.threads <= MOST_THREADS:
+            raise InvalidRequest.of("threads", hello.threads, f"in 1..{MOST_THREADS}")
+        if not hello.silence_ms:
+            raise InvalidRequest.of("silence_ms", hello.silence_ms, "at least 1")
+        if security.current().asks_clients:
+            held = [one for one in grpc_caller(context).identities or () if one.role is CallerRole.INSTANCE]
+            if not any(one.name in (name, ANY_NAME) for one in held):
+                said = ", ".join(sorted(one.name for one in held))
+                raise PermissionDenied(f"instance_id={name[:80]!r}: the caller's certificate is for instance {said}")
+
+
+def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Configure:
+    """Returns a rank's settings with this machine's part: where its files and certificates lie, what its network
+    interfaces are. `front` is the host that the front calls from."""
+    advertised = config.advertise_host
+    if not advertised and config.host in ANY_ADDRESS:
+        advertised = find_interface("", front).address
+    return msgspec.structs.replace(
+        configure,
+        model_path=config.model or configure.model_path,
+        cache_dir=config.cache_dir,
+        warm_segment="",
+        transports=config.transport_list,
+        nics=config.nic_list,
+        topology=config.topology,
+        rdma=config.rdma_settings,
+        host=config.host,
+        advertise_host=advertised,
+        leave_host=config.leave_host,
+        tls=config.transfer_tls,
+        rank_network=config.rank_network or configure.rank_network,
+        rank_route=front,
+    )
+
+
+def _host(peer: str) -> str:
+    """Returns the host of gRPC's word for a peer: ipv4:10.0.0.1:4711, ipv6:[::1]:4711."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")

@@ -1,0 +1,135 @@
+"""Chunks of equal compute, and what they take through a pipeline: against arithmetic by hand and by properties."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmesh.chunk_pipeline import (
+    ChunkCost,
+    best_chunks,
+    bounded_borders,
+    equal_compute_borders,
+    pipeline_ends,
+    pipelined_s,
+    predict_pipeline,
+    stage_layers,
+)
+from kvmesh.errors import ConfigError
+
+COSTS = st.builds(
+    ChunkCost,
+    token=st.floats(1e-7, 1.0),
+    pair=st.one_of(st.just(0.0), st.floats(1e-12, 1e-3)),
+    step=st.floats(0.0, 1.0),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(cost=COSTS, tokens=st.integers(1, 200_000), cached=st.integers(0, 200_000), chunks=st.integers(1, 70),
+       block=st.sampled_from((1, 16, 256, 512)))  # fmt: skip
+def test_borders_are_ascending_on_blocks_and_equal_within_one(
+    cost: ChunkCost, tokens: int, cached: int, chunks: int, block: int
+) -> None:
+    cached -= cached % block
+    tokens += cached
+    ends = equal_compute_borders(tokens, chunks, cost, cached=cached, block=block)
+    assert ends[-1] == tokens and 1 <= len(ends) <= chunks
+    starts = [cached, *ends[:-1]]
+    assert all(start < end for start, end in zip(starts, ends, strict=True))
+    assert all(end % block == 0 for end in ends[:-1])
+    works = [cost.work(start, end) for start, end in zip(starts, ends, strict=True)]
+    assert sum(works) == pytest.approx(cost.work(cached, tokens))
+    if len(ends) == chunks:
+        mean = sum(works) / chunks
+        last_block = cost.work(max(0, tokens - block), tokens)  # the dearest one
+        assert all(abs(work - mean) <= last_block * 1.001 + 1e-9 * mean for work in works)
+
+
+def test_chunks_grow_shorter_by_the_root_where_pairs_are_all_that_costs() -> None:
+    """Pairs up to x are x² / 2: of 4 chunks the first has half of the tokens."""
+    assert equal_compute_borders(1 << 20, 4, ChunkCost(0.0, 1.0), block=512) == [
+        1 << 19,
+        741_376,
+        908_288,
+        1 << 20,
+    ]
+    assert equal_compute_borders(1000, 4, ChunkCost(1.0)) == [250, 500, 750, 1000]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost=COSTS, tokens=st.integers(1, 100_000), cached=st.integers(0, 50_000), blocks=st.integers(1, 40),
+       least=st.integers(0, 8))  # fmt: skip
+def test_bounded_chunks_have_no_more_tokens_and_late_ones_not_too_few(
+    cost: ChunkCost, tokens: int, cached: int, blocks: int, least: int
+) -> None:
+    most, few = 256 * blocks, 256 * min(least, blocks)
+    tokens += cached
+    ends = bounded_borders(tokens, most, cost, cached=cached, block=256, least=few)
+    lengths = [end - start for start, end in zip([cached, *ends[:-1]], ends, strict=True)]
+    assert max(lengths) <= most and min(lengths) > 0 and sum(lengths) == tokens - cached
+    assert all(end % 256 == 0 for end in ends[:-1])
+    assert not lengths[:-1] or min(lengths[1:-1] or [most]) >= few / 2 - 256
+
+
+def test_first_chunks_are_cheaper_where_the_last_would_be_too_short() -> None:
+    cost = ChunkCost(1e-6, 1e-9)
+    equal = bounded_borders(1 << 20, 8192, cost, block=256)
+    assert len(equal) > 2000 and equal[0] <= 8192
+    bounded = bounded_borders(1 << 20, 8192, cost, block=256, least=1024)
+    assert bounded[:10] == [8192 * n for n in range(1, 11)]
+    assert len(bounded) < 700 and 1024 <= bounded[-1] - bounded[-2] < 1536
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    cost = ChunkCost(1.0)
+    for call, field in (
+        (lambda: equal_compute_borders(8, 0, cost), "chunks"),
+        (lambda: equal_compute_borders(8, 1, cost, cached=8), "tokens"),
+        (lambda: equal_compute_borders(8, 1, cost, block=0), "block"),
+        (lambda: bounded_borders(8, 7, cost, block=2), "most"),
+        (lambda: ChunkCost(0.0), "token"),
+        (lambda: ChunkCost(1.0, -1.0), "pair"),
+        (lambda: stage_layers(4, 5), "pp"),
+        (lambda: predict_pipeline(8, 2, cost, layers=4, ends=[4]), "ends"),
+        (lambda: predict_pipeline(8, [2, 0], cost), "stages"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert error.value.field == field
+
+
+def test_equal_chunks_through_equal_stages_by_the_formula() -> None:
+    """m chunks and p - 1 more; what chunks wait on the way is added once a border of stages."""
+    for chunks, stages in ((1, 4), (8, 4), (8, 1), (3, 2)):
+        ends = pipeline_ends([[0.5] * stages] * chunks, 0.125)
+        assert ends[-1][-1] == pytest.approx((chunks + stages - 1) * 0.5 + (stages - 1) * 0.125)
+    assert pipeline_ends([[1.0, 2.0], [1.0, 2.0]]) == [[1.0, 3.0], [2.0, 5.0]]  # the slow stage holds up
+
+
+def test_a_prompt_through_a_pipeline() -> None:
+    """8 layers of 1 ms a token: 1,000 tokens are 8 s on one stage, and over 4 stages 8/4 · (1 + 3/8)."""
+    told = predict_pipeline(1000, 4, ChunkCost(1e-3), layers=8, chunks=8)
+    assert told.ttft_s == pytest.approx(8 / 4 * (1 + 3 / 8))
+    assert told.bubble == pytest.approx(3 / 11)
+    assert told.one_stage_s == pytest.approx(8.0) and told.speedup == pytest.approx(8 / 2.75)
+    assert pipelined_s(2.0, 8, 4) == pytest.approx(told.ttft_s)
+    assert predict_pipeline(1000, 1, ChunkCost(1e-3), layers=8, chunks=8).bubble == pytest.approx(0.0)
+
+
+def test_equal_compute_beats_equal_tokens() -> None:
+    layer = ChunkCost(1e-6, 1e-9)
+    equal = predict_pipeline(65_536, 4, layer, layers=32, chunks=16)
+    tokens = predict_pipeline(65_536, 4, layer, layers=32, ends=[4096 * n for n in range(1, 17)])
+    assert equal.ttft_s < 0.95 * tokens.ttft_s and equal.bubble < tokens.bubble
+
+
+@settings(max_examples=40, deadline=None)
+@given(work=st.floats(0.01, 100.0), stages=st.integers(2, 16), step=st.floats(1e-4, 0.1))
+def test_the_best_number_of_chunks_has_no_better_neighbour(work: float, stages: int, step: float) -> None:
+    def through(chunks: int) -> float:
+        return (chunks + stages - 1) * (work / chunks + step)
+
+    best = best_chunks(work, stages, step)
+    assert through(best) <= min(through(best + 1), through(max(1, best - 1))) * (1 + 1e-12)
