@@ -84,7 +84,8 @@ class World:
         self.start("store", f"--port={STORE}")
         self.start("conductor", f"--port={CONDUCTOR}", known[1])
         self.start("prefill", *self._model, f"--port={PREFILL}", *known)
-        self.start("gateway", f"--model={MODEL}", f"--port={GATEWAY}", f"--http-port={HTTP}", known[0])
+        ports = (f"--port={GATEWAY}", f"--http-port={HTTP}", "--migration-timeout-s=150")
+        self.start("gateway", f"--model={MODEL}", *ports, known[0])
         self.host, self.decode = self.start_host(), self.start_decode()
 
     def start(self, name: str, *args: str) -> Service:
