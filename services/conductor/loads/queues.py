@@ -178,9 +178,9 @@ class PrefillQueue:
         return self.fair and bool(self._tenants.keys() - {tenant})
 
     def turn_s(self, tenant: str, weight: float, now: float, *, short: bool) -> float:
-        """Seconds until the next prompt of this tenant has its turn, where `passes`: its own work that waits there takes
-        as long as its share of the instance lets it; and what is being computed ends before, a long prompt as a whole
-        unless this one is `short`. What other conductors placed is taken to be of the same tenants."""
+        """Seconds until the next prompt of this tenant has its turn, where `passes`: its own work that waits there
+        takes as long as its share of the instance lets it; and what is being computed ends before, a long prompt as a
+        whole unless this one is `short`. What other conductors placed is taken to be of the same tenants."""
         own_s = 0.0
         if (own := self._tenants.get(tenant)) is not None and self._works_s > 0:
             others = sum(one.weight for name, one in self._tenants.items() if name != tenant)

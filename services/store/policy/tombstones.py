@@ -86,8 +86,8 @@ class Tombstones:
     # ── members ──────────────────────────────────────────────────────────────────────────────────────
 
     def joined(self, instance_id: str, applied: int, lasting: int | None = None) -> None:
-        """Adds a member that has applied all tombstones up to `applied`. `lasting` is given where its next incarnation may
-        have blocks again that this one does not remove: it has applied all up to there."""
+        """Adds a member that has applied all tombstones up to `applied`. `lasting` is given where its next incarnation
+        may have blocks again that this one does not remove: it has applied all up to there."""
         self._lasting.pop(instance_id, None)
         if lasting is not None:
             self._lasting[instance_id] = lasting
