@@ -30,7 +30,8 @@ from tests.support.mesh.client import until
 
 
 def config(**given: Any) -> InstanceConfig:
-    return InstanceConfig(**{"tensor_parallel": 4, "rank_hosts": "10.0.0.2:7,10.0.0.3:7,10.0.0.4:7"} | given)
+    settings: dict[str, Any] = {"tensor_parallel": 4, "rank_hosts": "10.0.0.2:7,10.0.0.3:7,10.0.0.4:7"}
+    return InstanceConfig(**settings | given)
 
 
 def test_ranks_are_dealt_out_in_order() -> None:

@@ -113,7 +113,7 @@ def test_a_rank_asks_from_any_thread_and_other_messages_are_kept(front: Front) -
 
 
 def test_torch_takes_it_for_a_store(front: Front) -> None:
-    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore
 
     from kvmesh.ranks.worker.rank_store import RankStore
 
