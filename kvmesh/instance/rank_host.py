@@ -20,15 +20,14 @@ from urllib.parse import unquote
 
 import msgspec
 
-from kvmesh.errors import InvalidRequest, Overloaded, PermissionDenied, ProtocolMismatch, Unavailable
+from kvmesh.errors import InvalidRequest, Overloaded, ProtocolMismatch, Unavailable
 from kvmesh.instance.host_link import BEAT_S, PIECE_BYTES, build
 from kvmesh.instance.rank_host_config import RanksConfig
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankProcess, rank_env, rank_socket, start_process
 from kvmesh.ranks.ipc import HEADER, MAX_FRAME_BYTES, frame
 from kvmesh.ranks.network import find_interface
-from kvmesh.rpc import protocol, security
-from kvmesh.rpc.authorisation import ANY_NAME, CallerRole, grpc_caller
+from kvmesh.rpc import protocol
 from kvmesh.rpc.bidi import ServerStream
 from kvmesh.rpc.pb import ranks_pb2, ranks_pb2_grpc
 from kvmesh.rpc.runner import observed
@@ -298,13 +297,13 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
         self, request_iterator: AsyncIterator[ranks_pb2.RankHostRequest], context: Any
     ) -> None:
         """Runs the ranks of one instance until its front ends the stream. Raises InvalidRequest, ProtocolMismatch,
-        PermissionDenied (another instance's certificate), Overloaded, or Unavailable when a newer incarnation is
+        Overloaded, or Unavailable when a newer incarnation is
         here."""
         stream: ServerStream[ranks_pb2.RankHostRequest, ranks_pb2.RankHostEvent] = ServerStream(
             request_iterator, context
         )
         hello = await stream.hello()
-        self._check(hello, context)
+        self._check(hello)
         name = hello.instance.instance_id
         stream.who = f"the front of {name}"
         await self._supersede(name, hello.instance.incarnation)
@@ -353,7 +352,7 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
         old.end("a newer incarnation of its front has come")
         await self._closed(name, old)
 
-    def _check(self, hello: ranks_pb2.RankHostHello, context: Any) -> None:
+    def _check(self, hello: ranks_pb2.RankHostHello) -> None:
         protocol.check(hello.protocol_version, "the front")
         if hello.build != build():
             raise ProtocolMismatch(
@@ -370,11 +369,6 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
             raise InvalidRequest.of("threads", hello.threads, f"in 1..{MOST_THREADS}")
         if not hello.silence_ms:
             raise InvalidRequest.of("silence_ms", hello.silence_ms, "at least 1")
-        if security.current().asks_clients:
-            held = [one for one in grpc_caller(context).identities or () if one.role is CallerRole.INSTANCE]
-            if not any(one.name in (name, ANY_NAME) for one in held):
-                said = ", ".join(sorted(one.name for one in held))
-                raise PermissionDenied(f"instance_id={name[:80]!r}: the caller's certificate is for instance {said}")
 
 
 def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Configure:

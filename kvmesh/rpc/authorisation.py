@@ -202,7 +202,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
     "kvmesh.v1.Decode": {"Session": _may(_G), "GetPools": _may(_O)},
     "kvmesh.v1.Prefill": {"Handoff": _may(_I, claim="hello.instance.instance_id"), "GetPools": _may(_O)},
     "kvmesh.v1.Instance": {"SetRole": _may(_C, _O), "Profile": _may(_O)},
-    "kvmesh.v1.RankHost": {"Run": _may(_I)},  # of the instance that its hello names: the servicer looks
+    "kvmesh.v1.RankHost": {"Run": _may(_I, claim="hello.instance.instance_id")},
     "kvmesh.v1.Doors": {"FindDoor": Permission(_ANY)},
     "kvmesh.v1.Traces": {"Keep": _may(_G)},
     "kvmesh.v1.Gateway": {"Generate": PUBLIC, "GetGatewayStatus": PUBLIC},

@@ -42,7 +42,7 @@ def test_ranks_are_dealt_out_in_order() -> None:
 @pytest.mark.parametrize(
     ("given", "field", "why"),
     [
-        ({"tensor_parallel": 6}, "rank_hosts", "do not have equal parts of tensor_parallel=6 ranks"),
+        ({"tensor_parallel": 6}, "rank_hosts", "do not have equal parts of 6 ranks"),
         ({"rank_hosts": "10.0.0.2"}, "rank_hosts", "must be HOST:PORT"),
         ({"tls_cert": "c", "tls_ca": "a"}, "rank_network", "declared trusted alone"),
         ({"ssd_path": "/ssd"}, "ssd_path", "on several hosts .rank_hosts. has none"),

@@ -45,6 +45,7 @@ _NAME = re.compile(r"\b(kvmesh_\w+|process_\w+|up)\b")
 _SELECTED = re.compile(r"([a-z]\w+)\{([^}]*)\}")
 _GROUPED = re.compile(r"\b(?:by|without) \(([^)]*)\)")
 _RATED = re.compile(r"\b(?:rate|increase)\((\w+)\{")
+_EVER = re.compile(r"max by \([^)]*\) \((\w+)\{[^}]*\}\) > 0")  # whether this process has counted it since it started
 
 
 def faults(expression: str, series: dict[str, Series]) -> Iterator[str]:
@@ -71,7 +72,7 @@ def faults(expression: str, series: dict[str, Series]) -> Iterator[str]:
 
 
 def _misuses(bare: str, used: set[str], series: dict[str, Series]) -> Iterator[str]:
-    rated = set(_RATED.findall(bare))
+    rated = {*_RATED.findall(bare), *_EVER.findall(bare)}
     for name in sorted(used):
         grows = series[name].kind != "gauge" or name in GROWING_GAUGES
         if grows and name not in rated:
