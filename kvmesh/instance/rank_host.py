@@ -297,8 +297,7 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
         self, request_iterator: AsyncIterator[ranks_pb2.RankHostRequest], context: Any
     ) -> None:
         """Runs the ranks of one instance until its front ends the stream. Raises InvalidRequest, ProtocolMismatch,
-        Overloaded, or Unavailable when a newer incarnation is
-        here."""
+        Overloaded, or Unavailable when a newer incarnation is here."""
         stream: ServerStream[ranks_pb2.RankHostRequest, ranks_pb2.RankHostEvent] = ServerStream(
             request_iterator, context
         )

@@ -72,10 +72,10 @@ def faults(expression: str, series: dict[str, Series]) -> Iterator[str]:
 
 
 def _misuses(bare: str, used: set[str], series: dict[str, Series]) -> Iterator[str]:
-    rated = {*_RATED.findall(bare), *_EVER.findall(bare)}
+    rated, ever = set(_RATED.findall(bare)), set(_EVER.findall(bare))
     for name in sorted(used):
         grows = series[name].kind != "gauge" or name in GROWING_GAUGES
-        if grows and name not in rated:
+        if grows and name not in rated | ever:
             yield f"{name} only grows: its rate is wanted"
         if not grows and name in rated:
             yield f"{name} is a gauge: it has no rate"
