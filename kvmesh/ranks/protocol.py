@@ -893,7 +893,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 class DecodeStepDone(Message, frozen=True):
     """Reports what a step has made. `held` are handles of tokens with a finish whose pages the next step, which is
-    running already, has as well: Left follows when it is over."""
+    running already, has as well: Left follows when it is over. `since_ns`: when the tokens before these were made,
+    where that was not in the last step, as rows of a pipeline take turns by micro-batches; 0: it was, or there were
+    none. `batch` and `context_tokens` are of all micro-batches."""
 
     start_ns: int
     end_ns: int
@@ -902,6 +904,7 @@ class DecodeStepDone(Message, frozen=True):
     tokens: tuple[Token, ...]
     prefill_tokens: int = 0  # of prompts, computed in the same step
     held: tuple[int, ...] = ()
+    since_ns: int = 0
 
 
 class Stalled(Message, frozen=True):

@@ -177,8 +177,8 @@ class Observer:
         names.DECODE_STEP.observe((step.end_ns - step.start_ns) * NS)
         names.DECODE_BATCH.observe(step.batch)
         names.DECODE_OUTPUT_TOKENS.inc(len(step.tokens))
-        if self._last_end:
-            names.DECODE_TBT.observe((step.end_ns - self._last_end) * NS)
+        if before := step.since_ns or self._last_end:
+            names.DECODE_TBT.observe((step.end_ns - before) * NS)
         # If an answer goes on, the time until the next step's end is a time between tokens.
         self._last_end = step.end_ns if any(not t.finish for t in step.tokens) else 0
 

@@ -80,3 +80,19 @@ def test_rows_are_spread_over_the_micro_batches() -> None:
         batches.for_join(handle).join(join, SampleParams())
     assert [len(rows) for rows in batches.all] == [3, 2, 2]
     assert [len(batches.take_turn()) for _ in range(4)] == [3, 2, 2, 3]
+
+
+def test_the_time_between_tokens_is_from_turn_to_turn() -> None:
+    batches = MicroBatches(2, lambda: RunningRows(BLOCK))
+    for handle, most in ((1, 9), (2, 9), (3, 3)):
+        join = m.Join(handle, (0, 1, 2), BLOCK - 1, 1, 0, most, 0, (), SAMPLING)
+        batches.for_join(handle).join(join, SampleParams())
+    told = []
+    for at in range(6):  # a step takes 10 ns
+        rows = batches.take_turn()
+        rows.advance(Chosen(np.ones(rows.live, np.int64), {}))
+        told.append(batches.step_ended(rows, 10 * at, 10 * at + 10))
+    assert [before for before, _ in told] == [0, 10, 10, 20, 30, 40], told
+    assert [others for _, others in told][:2] == [1, 2]
+    alone = MicroBatches(1, lambda: RunningRows(BLOCK))
+    assert alone.step_ended(alone.all[0], 5, 10) == (0, 0)

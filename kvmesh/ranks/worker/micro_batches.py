@@ -24,6 +24,7 @@ class MicroBatches:
         self._handles: list[set[int]] = [set() for _ in self.all]  # of the rows as they were when settled
         self._late: list[Callable[[], None] | None] = [None] * count
         self._next = 0
+        self._ends = [0] * count  # when the last step of each ended, in ns, if its rows go on; 0 otherwise
 
     def __len__(self) -> int:
         """The number of rows, the same at all ranks."""
@@ -66,6 +67,16 @@ class MicroBatches:
     def postpone(self, rows: RunningRows, late: Callable[[], None]) -> None:
         """Has `late` called when the micro-batch of `rows` is settled: it waits for tokens and applies them."""
         self._late[self.all.index(rows)] = late
+
+    def step_ended(self, rows: RunningRows, start_ns: int, end_ns: int) -> tuple[int, int]:
+        """Notes a step of this micro-batch, whose tokens are applied. Returns when the one before it ended, if its rows
+        have waited since, or when this one began; and how many rows go on in the other micro-batches. Of the one that
+        there is without a pipeline it returns 0 and 0."""
+        if len(self.all) == 1:
+            return 0, 0
+        at = self.all.index(rows)
+        before, self._ends[at] = self._ends[at] or start_ns, end_ns if rows.live else 0
+        return before, sum(other.live for other in self.all) - rows.live
 
     def _settle(self, at: int) -> None:
         late, self._late[at] = self._late[at], None

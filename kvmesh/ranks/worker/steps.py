@@ -220,8 +220,11 @@ class Steps:
                 tokens, lost = made.tokens, made.bad
             else:
                 tokens = self.rows.advance(chosen)
-            beside = sum(len(item.token_ids) for item in items)
-            self._send(m.DecodeStepDone(start, end, rows, int(batch.positions.sum()), tokens, beside))
+            beside, context = sum(len(item.token_ids) for item in items), int(batch.positions.sum())
+            since, others = self.batches.step_ended(self.rows, start, end)
+            if others:  # they are of the batch, too, and their contexts taken to be as long
+                context += context * others // rows
+            self._send(m.DecodeStepDone(start, end, rows + others, context, tokens, beside, since_ns=since))
             self._rows_lost(lost, faults)
 
     def _await_tokens(self, rows: RunningRows, tokens: Callable[[], Chosen]) -> None:
