@@ -157,7 +157,7 @@ async def test_a_newer_incarnation_takes_the_place_of_an_older_one() -> None:
 async def test_who_is_silent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_link, "LEAST_SILENCE_S", 0.3)
     async with rank_host() as address:
-        front = Front(address, silence_s=0.6)
+        front = Front(address, silence_s=3.0)
         process = await front.ready()
         monkeypatch.setattr(front.link, "_send", lambda _: None)
         await gone(process)
