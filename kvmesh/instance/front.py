@@ -32,6 +32,7 @@ from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
+from kvmesh.kvcache.whole_blocks import whole_blocks
 from kvmesh.membership.evacuation import evacuate_node
 from kvmesh.membership.registrar import Registrar
 from kvmesh.ranks import protocol as m
@@ -262,8 +263,6 @@ class Front:
         slots = sum(partition.store.total for partition in partitions.all())
         if c.warm_segment:
             self._warm = WarmMemory(c.warm_segment, self.ranks, slots, self.incarnation)
-        # A pool node has one rank: it puts objects of cache groups together from any cut, whole blocks it does not.
-        offloads = len(self.ranks) == 1 or self._grouped is not None
         self.blocks = BlockService(
             lambda: self.ref,
             self.ranks,
@@ -273,7 +272,7 @@ class Front:
             transports=c.transport_list,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
-            offload_percent=c.offload_percent if offloads else 100,
+            offload_percent=c.offload_percent,
             tiers=c.tiers(),
             returning=self._warm.candidates if self._warm is not None else None,
         )
@@ -290,7 +289,9 @@ class Front:
             return self._grouped.partitions(store)
         readies = [rank.ready for rank in self.ranks]
         bases = tuple(ready.extent_base_offset for ready in readies)
-        return OnePartition(Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards))
+        shards, size = self.shards, readies[0].shard_bytes
+        whole = whole_blocks(readies[0].layout, shards) if len(shards) > 1 else None
+        return OnePartition(Partition(layout_tag(readies), size, store, bases, shards, whole=whole))
 
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
         if isinstance(message, m.StoreCall):
