@@ -45,6 +45,7 @@ from kvmesh.rpc.addresses import check_addresses, split_address
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.server import Server
+from kvmesh.telemetry.summed_gauges import SummedGauges
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class Front:
     called when a rank process ends: an instance without a rank cannot serve, so the service should stop.
 
     Of an instance with data-parallel groups of ranks there is one front for each (`start_groups`), at its
-    `place` on `dp`: it has that group's ranks, memory and address, and is a member of the mesh by itself.
+    `place` on `dp` (`fronts_of`): it has that group's ranks, memory and address, and is a member of the mesh by
+    itself. `gauges` are those of all fronts of this process.
 
     `segments` are peers' segments that the ranks have open; `blocks` is the I/O of the node store, once a service has
     attached one.
@@ -77,11 +79,11 @@ class Front:
         on_message: Callable[[int, m.ToFront], None],
         on_rank_lost: Callable[[str], None] = log.error,
         place: int = 0,
+        gauges: SummedGauges | None = None,
     ) -> None:
         check_config(config)
-        if config.axes.dp > 1 and role != pb.ROLE_DECODE:
-            raise _bad("mesh", config.mesh, "dp is for decode instances")
         self.config = config
+        self.gauges = gauges or SummedGauges()
         self.role = role
         name = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
         self.instance_id = f"{name}.dp{place}" if place else name
@@ -113,17 +115,9 @@ class Front:
 
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
-    async def start_ranks(self, stop: asyncio.Event) -> None:
-        """Starts and configures all ranks; returns when each has loaded its weights.
-
-        Raises CheckpointError or ConfigError as a rank answered it, or when ranks keep parts of cache groups that no
-        store can be made of; InternalError when stopped meanwhile.
-        """
-        await start_groups([self], stop)
-
     async def configure_ranks(self, stop: asyncio.Event, meeting: str) -> None:
-        """Configures the ranks, whose processes of this machine have been started and meet in the folder `meeting`.
-        Raises as `start_ranks` does."""
+        """Configures the ranks, whose processes of this machine have been started and meet in the folder `meeting`;
+        returns when each has loaded its weights. Raises as `start_groups` does."""
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         loaded: asyncio.Future[Any] = asyncio.ensure_future(self._load_ranks(meeting))
         try:
@@ -253,7 +247,7 @@ class Front:
 
     def attach(self, store: NodeStore | GroupedStore, on_pulled: Callable[[Pulled], None]) -> BlockService:
         """Serves this node store, whose extents are the ranks' host extents: that of `new_store`, or where there are
-        `cache_groups` that of `new_grouped_store`. It is called once, after `start_ranks` and before `serve`.
+        `cache_groups` that of `new_grouped_store`. It is called once, after `start_groups` and before `serve`.
         `on_pulled` is called at the end of every pull job, on the event loop and never from inside
         `BlockService.pull`."""
         assert self.blocks is None, "one node store an instance"
@@ -276,6 +270,7 @@ class Front:
             offload_percent=c.offload_percent if offloads else 100,
             tiers=c.tiers(),
             returning=self._warm.candidates if self._warm is not None else None,
+            gauges=self.gauges,
         )
         if self._warm is not None and isinstance(store, GroupedStore):
             assert self._grouped is not None
@@ -483,14 +478,32 @@ class Front:
 
 
 async def start_groups(fronts: Sequence[Front], stop: asyncio.Event) -> None:
-    """Starts the ranks of all data-parallel groups of one instance, and configures them. Raises as
-    `Front.start_ranks` does."""
+    """Starts the ranks of all data-parallel groups of one instance, and configures them; returns when each
+    has loaded its weights.
+
+    Raises CheckpointError or ConfigError as a rank answered it, or when ranks keep parts of cache groups that no store
+    can be made of; InternalError when stopped meanwhile."""
     first = fronts[0]
     if first.config.axes.world > 1 and not first.config.rank_hosts:
         first.meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
     spawn_ranks([rank for front in fronts for rank in front.here], first.config.threads, len(fronts))
     folder = first.meeting.name if first.meeting is not None else ""
     await asyncio.gather(*(front.configure_ranks(stop, folder) for front in fronts))
+
+
+def fronts_of(
+    config: InstanceConfig,
+    role: pb.Role.ValueType,
+    said: Callable[[int], Callable[[int, m.ToFront], None]],
+    on_rank_lost: Callable[[str], None],
+) -> list[Front]:
+    """Returns the fronts of one instance, one for each place on `dp`; `said(place)` is the place's `on_message`. A rank
+    that is lost anywhere ends all of them."""
+    gauges = SummedGauges()
+    return [
+        Front(at_place(config, place), role, said(place), on_rank_lost, place, gauges)
+        for place in range(config.axes.dp)
+    ]
 
 
 def at_place(config: Settled, place: int) -> Settled:
