@@ -89,6 +89,7 @@ class Front:
         self.instance_id = f"{name}.dp{place}" if place else name
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
+        self.together: Sequence[Front] = (self,)  # the fronts of all places on `dp`
         self._first_rank = place * config.axes.replica
         self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.axes.replica)]
         self._hosts = self._links()
@@ -302,6 +303,12 @@ class Front:
     def _rank_lost(self, _: int, cause: str) -> None:
         if self._lost:
             return  # the others end because the first did
+        for front in self.together:
+            front.lose(cause)
+        self.on_rank_lost(cause)
+
+    def lose(self, cause: str) -> None:
+        """Takes it that the ranks are gone, or end because one of another place on `dp` is."""
         self._lost = cause
         if self._warm is not None:
             self._warm.close()  # the memory is still there, for the next incarnation
@@ -309,7 +316,6 @@ class Front:
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()
-        self.on_rank_lost(cause)
 
     @property
     def not_ready_reason(self) -> str:
@@ -498,22 +504,27 @@ def fronts_of(
     on_rank_lost: Callable[[str], None],
 ) -> list[Front]:
     """Returns the fronts of one instance, one for each place on `dp`; `said(place)` is the place's `on_message`. A rank
-    that is lost anywhere ends all of them."""
+    that is lost anywhere ends all of them; `on_rank_lost` is called once."""
     gauges = SummedGauges()
-    return [
+    fronts = [
         Front(at_place(config, place), role, said(place), on_rank_lost, place, gauges)
         for place in range(config.axes.dp)
     ]
+    for front in fronts:
+        front.together = fronts
+    return fronts
 
 
 def at_place(config: Settled, place: int) -> Settled:
-    """Returns the settings of the front at this place on `dp`: ports that are given count up. Raises ConfigError for
-    what only one front can have."""
-    for key in ("ssd_path", "object_url", "warm_segment"):
-        if config.axes.dp > 1 and getattr(config, key):
-            raise _bad(key, getattr(config, key), f"an instance with dp={config.axes.dp} has none")
+    """Returns the settings of the front at this place on `dp`: ports that are given count up, and every place but the
+    first has its own folder in each folder that is one node's alone. (An object store may be many nodes'.)"""
+    if not place:
+        return config
     port, door_port = (given + place if given else 0 for given in (config.port, config.door_port))
-    return dataclasses.replace(config, port=port, door_port=door_port)
+    ssd_path, warm_segment = (
+        str(Path(given, f"dp{place}")) if given else "" for given in (config.ssd_path, config.warm_segment)
+    )
+    return dataclasses.replace(config, port=port, door_port=door_port, ssd_path=ssd_path, warm_segment=warm_segment)
 
 
 def spawn_ranks(ranks: Sequence[RankClient], threads: int, replicas: int = 1) -> None:

@@ -91,8 +91,6 @@ class CoupledInstance:
 
     def _on_rank_lost(self, cause: str) -> None:
         self._causes.append(cause)
-        if self._lost.is_set():
-            return  # the places' ranks end because the first did
         self._lost.set()
         log.error("%s", cause)
         for halves in self._places:

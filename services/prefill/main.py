@@ -113,8 +113,6 @@ class PrefillInstance:
         return said
 
     def _on_rank_lost(self, cause: str) -> None:
-        if self._lost.is_set():
-            return  # the places' ranks end because the first did
         self._cause = cause
         self._lost.set()
         log.error("%s", cause)
