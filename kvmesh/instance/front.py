@@ -186,6 +186,7 @@ class Front:
             advertise_host=c.advertise_host,
             leave_host=c.leave_host,
             tls=c.transfer_tls,
+            ssd_path=str(Path(c.ssd_path).absolute()) if c.ssd_path else "",
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
             group_file=str(Path(meeting, "ranks")) if meeting else "",
@@ -600,9 +601,6 @@ def check_hosts(config: InstanceConfig) -> None:
             "network like 10.0.0.0/8), as what gloo and NCCL send between hosts is not encrypted"
         )
         raise _bad("rank_network", config.rank_network, why)
-    for key in ("warm_segment", "ssd_path"):
-        if value := getattr(config, key):
-            raise _bad(key, value, "an instance whose ranks are on several hosts (rank_hosts) has none")
 
 
 def _bad(key: str, value: object, why: str) -> KvmeshError:
