@@ -122,8 +122,6 @@ class Axes:
         if extra:
             why = f"no instance has the axis {extra[0]} yet, only {', '.join(SERVED_AXES)} and ep"
             raise ConfigError(f"{mesh_key}={text!r}: {why}", field=mesh_key)
-        if axes.pp > 1 and axes.dp > 1:
-            raise ConfigError(f"{mesh_key}={text!r}: no instance has dp and pp yet, only one of them", field=mesh_key)
         return axes
 
     @property

@@ -166,7 +166,7 @@ class Runner:
             self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
         self._exchanged = exchanged_experts(self.model.layers)
-        self.rounds = share_rounds(self._exchanged)
+        self.rounds = share_rounds(self._exchanged, mesh, self.device)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 

@@ -15,8 +15,9 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -380,7 +381,8 @@ def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Confi
         configure,
         model_path=config.model or configure.model_path,
         cache_dir=config.cache_dir,
-        warm_segment="",
+        ssd_path=_own_folder("ssd_path", config.ssd_path, configure.ssd_path, configure.instance_id),
+        warm_segment=_own_folder("warm_segment", config.warm_segment, configure.warm_segment, configure.instance_id),
         transports=config.transport_list,
         nics=config.nic_list,
         topology=config.topology,
@@ -392,6 +394,19 @@ def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Confi
         rank_network=config.rank_network or configure.rank_network,
         rank_route=front,
     )
+
+
+def _own_folder(key: str, here: str, asked: str, instance_id: str) -> str:
+    """Returns this machine's folder for what the front keeps in the folder `asked`; "" where that keeps none. Raises
+    InvalidRequest where this machine has no place for it."""
+    if not asked:
+        return ""
+    if not here:
+        raise InvalidRequest(
+            f"{key}={asked!r}: this rank host has no folder for it (its own --{key.replace('_', '-')})"
+        )
+    name = quote(instance_id, safe="")
+    return str(Path(here).absolute() / (f"%2E{name[1:]}" if name.startswith(".") else name))
 
 
 def _host(peer: str) -> str:

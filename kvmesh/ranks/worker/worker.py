@@ -131,7 +131,7 @@ class Worker:
         self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
-        self.tiers = TierWorker(self._extent_region, send)
+        self.tiers = TierWorker(self._extent_region, send, configure.ssd_path)
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
