@@ -40,7 +40,8 @@ def joins(settings: MeshSettings, found: FoundMesh) -> str:
         f"  conductors     {', '.join(settings.joined.conductors)}",
         f"  store masters  {', '.join(settings.joined.masters)}",
         f"  this machine   {escape(settings.node_id)}, others dial it at {settings.advertise_host}"
-        + (f"; {escape(serves)}" if settings.ranks else ""),
+        + (f"; {escape(serves)}" if settings.ranks else "")
+        + ("; lends ranks" if settings.lends else ""),
     )
     return "\n".join(lines)
 
