@@ -66,7 +66,7 @@ async def run(config: RanksConfig, stop: asyncio.Event, started: Callable[[dict[
             started({"address": server.address, "metrics": metrics})
             await stop.wait()
         finally:
-            servicer.end("the rank host stops")
+            servicer.end("was ended: its rank host stops")
             if lender is not None and lending is not None:
                 lending.cancel()
                 await asyncio.gather(lending, return_exceptions=True)

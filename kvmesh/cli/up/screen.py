@@ -81,7 +81,8 @@ class StartProgress:
         self.__exit__()
         with self._lock:
             self._done = True
-        self._out.print(f"[green]✓[/] {len(self._states)} services are up ({time.monotonic() - self._start:.1f} s)")
+        are = "service is" if len(self._states) == 1 else "services are"
+        self._out.print(f"[green]✓[/] {len(self._states)} {are} up ({time.monotonic() - self._start:.1f} s)")
 
     def silence(self) -> None:
         """Show nothing more: the mesh is being stopped."""

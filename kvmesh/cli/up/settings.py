@@ -420,6 +420,9 @@ class MeshSettings:
                 f"an instance of one rank is on one machine: say how it is cut with --{service}-mesh, as in tp={hosts}"
             )
             raise ConfigError(f"{key}={hosts}: {why}", field=key)
+        if axes.dp > 1:
+            why = f"the ranks of dp={axes.dp} groups are on one machine; start --{service} on each of several machines"
+            raise ConfigError(f"{key}={hosts}: {why}", field=key)
         if axes.world % hosts:
             why = f"{hosts} machines do not have equal parts of {axes.world} ranks ({axes})"
             raise ConfigError(f"{key}={hosts}: {why}", field=key)
