@@ -122,6 +122,10 @@ class InstanceConfig(TierConfig):
             "metavar": "N|HOST:PORT,...",
         },
     )
+    rank_hosts_wait_ms: int = field(
+        default=60_000,
+        metadata={"help": "Rank hosts that are named may begin to answer so long after this instance.", "min": 1},
+    )
     rank_network: str = field(
         default="",
         metadata={

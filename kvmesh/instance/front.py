@@ -166,6 +166,7 @@ class Front:
                 [self.ranks[rank] for rank in ranks],
                 c.threads,
                 c.rank_timeout_ms / 1000,
+                c.rank_hosts_wait_ms / 1000,
             )
             for address, ranks in zip(addresses, ranks_at(len(self.ranks), len(addresses))[1:], strict=True)
         ]
