@@ -131,10 +131,24 @@ class Front:
             stopping.cancel()
         for rank in self.ranks:
             log.info("rank %d: %s", rank.rank, rank.ready.settings)
+        self._check_weights()
         readies = [rank.ready for rank in self.ranks]
         if any(ready.groups for ready in readies):
             self._grouped = GroupedMemory(groups_of_model(self.config.model), self.config, readies)
         self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
+
+    def _check_weights(self) -> None:
+        """Raises ConfigError where a rank on another host has loaded other weights than rank 0."""
+        first = self.ranks[0].ready.fingerprint
+        places = ranks_at(len(self.ranks), len(self._hosts))[1:]
+        for host, ranks in zip(self._hosts, places, strict=True):
+            for rank in ranks:
+                if (found := self.ranks[rank].ready.fingerprint) != first:
+                    why = (
+                        f"rank {rank} on {host.address} has loaded other weights ({found[:12]}) than this machine "
+                        f"({first[:12]}); give the rank host the folder of the same checkpoint with --model"
+                    )
+                    raise _bad("model", self.config.model, why)
 
     def _links(self) -> list[RankHostLink]:
         """Returns the links to the rank hosts, with the ranks that each has."""
@@ -147,6 +161,7 @@ class Front:
                 [self.ranks[rank] for rank in ranks],
                 c.threads,
                 c.rank_timeout_ms / 1000,
+                c.rank_hosts_wait_ms / 1000,
             )
             for address, ranks in zip(addresses, ranks_at(len(self.ranks), len(addresses))[1:], strict=True)
         ]
@@ -588,12 +603,14 @@ def check_hosts(config: InstanceConfig) -> None:
     check_network(config.rank_network)
     if not config.rank_hosts:
         return
-    check_addresses(config.rank_hosts, "rank_hosts")
-    hosts, axes = config.rank_host_list, config.axes
+    count, axes = config.rank_host_count, config.axes
+    if not count:
+        check_addresses(config.rank_hosts, "rank_hosts")
+        count = len(config.rank_host_list)
     if axes.dp > 1:
         raise _bad("rank_hosts", config.rank_hosts, f"the ranks of dp={axes.dp} groups are on one machine")
-    if axes.world % (len(hosts) + 1):
-        why = f"{len(hosts)} and this machine do not have equal parts of {axes.world} ranks"
+    if axes.world % (count + 1):
+        why = f"{count} and this machine do not have equal parts of {axes.world} ranks"
         raise _bad("rank_hosts", config.rank_hosts, why)
     if (config.tls_cert or config.tls_ca) and not config.rank_network:
         why = (
