@@ -33,7 +33,7 @@ from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, sh
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
-from kvmesh.engine.stages import stage_groups, stage_layers
+from kvmesh.engine.stages import BusyTime, stage_groups, stage_layers
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import CacheGroup, is_single
@@ -347,6 +347,7 @@ class Runner:
             if logits is not None:
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
+        self._stage.begin()
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         if not self._stage.last:
             return [None] * len(items), self._passed_on(hidden, count, on_late)
@@ -357,6 +358,11 @@ class Runner:
         if count and not self._stage.alone:
             self._stage.send_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
         return first, chosen
+
+    def busy(self, end_ns: int) -> BusyTime:
+        """Returns when this rank's stage computed in the step that ended at `end_ns`, without what it waited for other
+        stages; zeros where there is one stage."""
+        return self._stage.busy(end_ns)
 
     def _passed_on(
         self, hidden: torch.Tensor, rows: int, on_late: Callable[[Callable[[], Chosen]], None] | None

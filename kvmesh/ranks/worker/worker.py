@@ -17,6 +17,7 @@ from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.stages import stage_layers
+from kvmesh.engine.work import chunk_products
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
@@ -182,6 +183,7 @@ class Worker:
         limit = config.max_context_tokens
         limit = limit if self._longest is None else min(limit, self._longest)
         wanted = self._configure.max_context_tokens
+        token_products, pair_products = chunk_products(config)
         return m.Ready(
             engine_name=self.engine.name,
             descriptor=self.engine.local_descriptor().encode(),
@@ -208,6 +210,8 @@ class Worker:
             steps=self._configure.steps,
             settings=self._settings,
             groups=tuple(self._group_memory(number) for number in range(len(self._shapes))),
+            token_products=token_products,
+            pair_products=pair_products,
         )
 
     def _group_memory(self, number: int) -> m.GroupMemory:
