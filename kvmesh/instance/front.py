@@ -578,6 +578,10 @@ def check_config(config: InstanceConfig) -> None:
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     device_of(config.device, 0, config.axes.world)
+    try:
+        config.axes.check_blocks(config.block_tokens)
+    except ConfigError as error:
+        raise _bad("mesh", config.mesh, error.message) from None
     check_hosts(config)
     if not 1 <= config.store_high_percent <= 100:
         raise _bad("store_high_percent", config.store_high_percent, "in 1..100")
