@@ -1,125 +1,148 @@
 """Drafts by an MTP head: its keys and values, and the steps from what the model answered to the tokens after it.
 
-The head's KV is the drafter's own and lies where the rows are decoded: of a request it begins with the first token that
-the drafter hears of. What lies before costs acceptance and nothing else, since the model verifies every draft. So
-positions here count from that token: rotary embedding tells distances alone.
+The head's KV is the drafter's own and lies where the rows are decoded: of a row it begins with the first token that the
+drafter is given. What lies before costs acceptance and nothing else, since the model verifies every draft. So positions
+here count from that token: rotary embedding tells distances alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from kvmesh.drafts.drafter import MOST_STRENGTH, NO_DRAFT, Draft
 from kvmesh.engine.attention.backend import StepPlan, TokenSpan
-from kvmesh.engine.batch import Column
-from kvmesh.errors import ConfigError, InternalError
+from kvmesh.engine.rope import Rotation
+from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.engine.runner import Runner
 
-
-class MtpRow(NamedTuple):
-    """Tells what a request has gone on by: the model's answers at `position` and behind it, `hidden [n, hidden_size]`
-    before its last norm, and the n tokens after each of them, the last of which it has just chosen. `key` stays the
-    request's own as long as it lives."""
-
-    key: Hashable
-    position: int
-    hidden: torch.Tensor
-    token_ids: Sequence[int]
+MOST_WAITING = 512  # tokens that a row for which nobody asks may have waiting: a longer row begins anew
+LEAST_SURE = 0.3  # a draft ends before a token that the head thinks less likely than this; its first token stays
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Has the pages of one request, whose tokens [base, end) are in them."""
+class _Row:
+    """Has the pages of one row, in which the first `end` tokens given are, and the tokens that wait behind them, each
+    with what the model answered before it."""
 
-    base: int
-    end: int
+    end: int = 0
     pages: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    hidden: list[torch.Tensor] = field(default_factory=list)
 
 
 class MtpDrafter:
     """Drafts for the rows of `runner`, whose head it steps, over `num_pages` pages of its own. Where these run out a
-    request begins anew, without what its head has seen. The ranks of a group make the same calls in the same order, and
-    get the same drafts. Not thread-safe: it belongs to the thread that steps. Raises ConfigError where the runner has
-    no head."""
+    row begins anew, without what its head has seen. The drafted token is the head's most likely one; how strong a draft
+    is follows from how likely its first token is. Raises ConfigError where the runner has no head."""
 
-    def __init__(self, runner: Runner, num_pages: int) -> None:
+    name = "mtp"
+    needs_hidden = True
+
+    def __init__(self, runner: Runner, num_pages: int, least_sure: float = LEAST_SURE) -> None:
         if runner.mtp is None:
             raise ConfigError("speculate=mtp: the model was loaded without its MTP head", field="speculate")
         self.head, self.model, self.device = runner.mtp, runner.model, runner.device
         self.block_tokens = runner.layout.block_tokens
         shape = (num_pages, 1, *runner.layout.shape[1:])
-        pages = torch.zeros(shape, dtype=runner.dtype, device=self.device)
-        self.backend = self.head.backend(pages)
+        self.backend = self.head.backend(torch.zeros(shape, dtype=runner.dtype, device=self.device))
+        self._least_sure = least_sure
         self._free = list(range(num_pages))
-        self._kept: dict[Hashable, _Kept] = {}
+        self._rows: dict[int, _Row] = {}
 
     @property
     def free_pages(self) -> int:
         return len(self._free)
 
-    def forget(self, key: Hashable) -> None:
-        """Gives back the pages of a request, if it has any."""
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._free += kept.pages
+    def begin(self, handle: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        self.end(handle)
+        self._rows[handle] = _Row()
+
+    def extend(self, handle: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+        """As of `Drafter`; `hidden` is before the final norm. A row begins anew behind tokens of which it is not
+        known."""
+        row = self._rows[handle]
+        if hidden is None or len(row.tokens) + len(tokens) > MOST_WAITING:
+            self._begin_anew(row)
+        if hidden is not None:
+            row.tokens += tokens[-MOST_WAITING:]
+            row.hidden.append(hidden[-MOST_WAITING:].clone())  # the step's tensor goes
+
+    def end(self, handle: int) -> None:
+        row = self._rows.pop(handle, None)
+        if row is not None:
+            self._free += row.pages
 
     @torch.inference_mode()
-    def draft(self, rows: Sequence[MtpRow], count: int) -> Column:
-        """Takes what the rows have gone on by, and returns their next tokens as the head has them, each the most likely
-        one: int64 `[rows, count]`. Rows that find no page get -1. Raises InternalError for a row without a token."""
-        drafts = np.full((len(rows), count), -1, np.int64)
-        taken = [(i, row, kept) for i, row in enumerate(rows) if (kept := self._extend(row, count)) is not None]
-        if not taken or not count:
+    def propose(self, handles: Sequence[int], most: Sequence[int]) -> list[Draft]:
+        """As of `Drafter`; rows that have no token waiting, or find no page, get none."""
+        drafts, count = [NO_DRAFT] * len(handles), max(most)
+        ready = [at for at, handle in enumerate(handles) if self._make_room(self._rows[handle], count)]
+        if not ready:
             return drafts
-        spans = [TokenSpan(kept.end - kept.base - len(row.token_ids), len(row.token_ids), kept.pages)
-                 for _, row, kept in taken]  # fmt: skip
-        told = torch.tensor([token for _, row, _ in taken for token in row.token_ids], device=self.device)
-        hidden = self.model.norm(torch.cat([row.hidden for _, row, _ in taken]))
-        hidden = self._step(told, hidden, self.backend.plan_prefill(spans))
-        hidden = hidden[torch.tensor(np.cumsum([span.length for span in spans]) - 1, device=self.device)]
-        chosen = [self.head.logits(hidden).argmax(-1)]
-        ends = np.array([kept.end - kept.base for _, _, kept in taken], np.int64)
-        pages = [tuple(kept.pages) for _, _, kept in taken]
-        while len(chosen) < count:
-            plan = self.backend.plan_decode(pages, ends + (len(chosen) - 1))
-            hidden = self._step(chosen[-1], hidden, plan)
-            chosen.append(self.head.logits(hidden).argmax(-1))
-        drafts[[i for i, _, _ in taken]] = torch.stack(chosen, 1).cpu().numpy()
+        rows = [self._rows[handles[at]] for at in ready]
+        spans = [TokenSpan(row.end, len(row.tokens), row.pages) for row in rows]
+        tokens = torch.tensor([token for row in rows for token in row.tokens], device=self.device)
+        hidden = self.model.norm(torch.cat([part for row in rows for part in row.hidden]))
+        hidden = self._step(tokens, hidden, self.backend.plan_prefill(spans))
+        last = np.cumsum([span.length for span in spans]) - 1
+        hidden = hidden.index_select(0, torch.from_numpy(last).to(self.device))
+        for row in rows:
+            row.end += len(row.tokens)
+            row.tokens, row.hidden = [], []
+        ends = np.array([row.end for row in rows], np.int64)
+        pages = [tuple(row.pages) for row in rows]
+        chosen, sure = self._chosen(hidden)
+        made, likely = [chosen], [sure]
+        while len(made) < count and bool((likely[-1] >= self._least_sure).any()):
+            plan = self.backend.plan_decode(pages, ends + (len(made) - 1))
+            hidden = self._step(made[-1], hidden, plan)
+            chosen, sure = self._chosen(hidden)
+            made.append(chosen)
+            likely.append(torch.minimum(sure, likely[-1]))
+        ids, chances = torch.stack(made, 1).tolist(), torch.stack(likely, 1).tolist()
+        for at, own, chance in zip(ready, ids, chances, strict=True):
+            length = 1 + sum(one >= self._least_sure for one in chance[1:])
+            drafts[at] = Draft(own[: min(length, most[at])], min(MOST_STRENGTH, int(chance[0] * (MOST_STRENGTH + 1))))
         return drafts
 
+    def _chosen(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the head's most likely tokens, int64 `[rows]`, and how likely they are."""
+        best = self.head.logits(hidden).softmax(-1).max(-1)
+        return best.indices, best.values
+
     def _step(self, token_ids: torch.Tensor, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        def attend(layer: int, qkv: torch.Tensor, rotation: object) -> torch.Tensor:
-            plan.rotate_and_write(layer, qkv, rotation)  # type: ignore[arg-type]
+        def attend(layer: int, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            plan.rotate_and_write(layer, qkv, rotation)
             return plan.attend(layer, qkv)
 
         return self.head(token_ids, hidden, plan.positions, attend)
 
-    def _extend(self, row: MtpRow, count: int) -> _Kept | None:
-        """Returns what is kept of a request, with pages for the row's tokens and for those that are drafted behind
-        them; None where there are none."""
-        if not row.token_ids or len(row.token_ids) != len(row.hidden):
-            raise InternalError(f"{len(row.token_ids)} tokens are told of {len(row.hidden)} answers of the model")
-        end = row.position + len(row.token_ids)
-        kept = self._kept.get(row.key)
-        if kept is None or kept.end != row.position or not self._reserve(kept, end + count - 1):
-            self.forget(row.key)
-            kept = _Kept(row.position, end)
-            if not self._reserve(kept, end + count - 1):
-                return None
-            self._kept[row.key] = kept
-        kept.end = end
-        return kept
+    def _begin_anew(self, row: _Row) -> None:
+        self._free += row.pages
+        row.end, row.pages, row.tokens, row.hidden = 0, [], [], []
 
-    def _reserve(self, kept: _Kept, end: int) -> bool:
-        missing = -(-(end - kept.base) // self.block_tokens) - len(kept.pages)
+    def _make_room(self, row: _Row, count: int) -> bool:
+        """Gives the row pages for the tokens that wait and for those drafted behind them; it loses those that it has
+        where these are too few. Says whether it can be stepped."""
+        if not row.tokens:
+            return False
+        if not self._reserve(row, row.end + len(row.tokens) + count - 1):
+            self._free += row.pages
+            row.end, row.pages = 0, []
+            return self._reserve(row, len(row.tokens) + count - 1)
+        return True
+
+    def _reserve(self, row: _Row, end: int) -> bool:
+        missing = -(-end // self.block_tokens) - len(row.pages)
         if missing > len(self._free):
             return False
         for _ in range(missing):
-            kept.pages.append(self._free.pop())
+            row.pages.append(self._free.pop())
         return True

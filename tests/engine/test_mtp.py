@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.cache_memory import group_shapes, zeroed_memory
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.mtp import MtpDrafter, MtpRow
+from kvmesh.engine.mtp import MtpDrafter
 from kvmesh.engine.runner import Runner
-from kvmesh.errors import CheckpointError, ConfigError, InternalError
+from kvmesh.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import prompts
 from tests.support.engine.mtp import FAMILIES, MtpReference, make_mtp
 
@@ -37,8 +37,8 @@ def runner_of(path: Path, *, mtp: bool = True) -> Runner:
     return Runner(checkpoint, "float32", "cpu", BLOCK, memory, mtp=mtp)
 
 
-def drafter_of(path: Path, pages: int = PAGES) -> MtpDrafter:
-    return MtpDrafter(runner_of(path), pages)
+def drafter_of(path: Path, pages: int = PAGES, least_sure: float = 0.0) -> MtpDrafter:
+    return MtpDrafter(runner_of(path), pages, least_sure)
 
 
 def text(seed: int, count: int = TOKENS) -> list[int]:
@@ -60,49 +60,62 @@ def test_logits_of_every_token(made: Made) -> None:
     assert logits.argmax(-1).unique().numel() > 20  # the head says something
 
 
-def test_two_requests_in_uneven_pieces(made: Made) -> None:
+def test_two_rows_in_uneven_pieces(made: Made) -> None:
     """One from its first token on, one from its 20th: after each piece the drafts are those of the reference, which has
     the same tokens in its sight; drafts that were not accepted leave nothing behind."""
     drafter = drafter_of(made.path)
-    rows = {"a": (text(2), 0), "b": (text(3), 20)}
-    states = {key: made.reference.hidden(tokens) for key, (tokens, _) in rows.items()}
-    ends = {key: base for key, (_, base) in rows.items()}
+    texts, bases = [text(2), text(3)], [0, 20]
+    states, ends = [made.reference.hidden(tokens) for tokens in texts], list(bases)
+    for row in range(2):
+        drafter.begin(row, texts[row][: bases[row]], texts[row][bases[row] : bases[row] + 1])
     for sizes in ((9, 1), (1, 4), (4, 2), (30, 3), (1, 1)):
-        told = []
-        for key, size in zip(rows, sizes, strict=True):
-            tokens, start = rows[key][0], ends[key]
-            told.append(MtpRow(key, start, states[key][start : start + size], tokens[start + 1 : start + size + 1]))
-            ends[key] += size
-        drafts = drafter.draft(told, DRAFTS)
-        for row, (key, (tokens, base)) in enumerate(rows.items()):
-            seen = states[key][base : ends[key]]
-            expected = made.reference.drafts(seen, tokens[base + 1 : ends[key] + 1], DRAFTS)
-            assert drafts[row].tolist() == expected, (key, sizes)
+        for row, size in enumerate(sizes):
+            start, ends[row] = ends[row], ends[row] + size
+            drafter.extend(row, texts[row][start + 1 : ends[row] + 1], states[row][start : ends[row]])
+        drafts = drafter.propose((0, 1), (DRAFTS, DRAFTS - 1))
+        for row, draft in enumerate(drafts):
+            seen, told = states[row][bases[row] : ends[row]], texts[row][bases[row] + 1 : ends[row] + 1]
+            assert draft.tokens == made.reference.drafts(seen, told, DRAFTS - row), (row, sizes)
+    assert [draft.tokens for draft in drafter.propose((0, 1), (1, 1))] == [(), ()]  # nothing new is known of them
 
 
 def test_pages_that_run_out(made: Made) -> None:
-    """Whoever finds none begins anew where it is, or is given no drafts; what is forgotten serves others."""
+    """Whoever finds none begins anew where it is, or is given no draft; what a row leaves serves others."""
     drafter, tokens = drafter_of(made.path, pages=3), text(4)
     states = made.reference.hidden(tokens)
 
-    def told(key: str, start: int, count: int) -> MtpRow:
-        return MtpRow(key, start, states[start : start + count], tokens[start + 1 : start + count + 1])
+    def drafted(row: int, start: int, count: int) -> list[int]:
+        drafter.extend(row, tokens[start + 1 : start + count + 1], states[start : start + count])
+        return list(drafter.propose((row,), (DRAFTS,))[0].tokens)
 
-    drafter.draft([told("a", 0, 40)], DRAFTS)
+    def expected(start: int, count: int) -> list[int]:
+        return made.reference.drafts(states[start : start + count], tokens[start + 1 : start + count + 1], DRAFTS)
+
+    for row in range(3):
+        drafter.begin(row, tokens[:1], ())
+    drafted(0, 0, 40)
     assert drafter.free_pages == 0
-    assert drafter.draft([told("b", 0, 5)], DRAFTS).tolist() == [[-1] * DRAFTS]
-    again = drafter.draft([told("a", 40, 8)], DRAFTS)  # would need a fourth page
-    assert again[0].tolist() == made.reference.drafts(states[40:48], tokens[41:49], DRAFTS)
+    assert drafted(1, 0, 5) == []
+    assert drafted(0, 40, 8) == expected(40, 8)  # a fourth page would be needed
     assert drafter.free_pages == 2
-    drafter.forget("a")
-    drafter.forget("a")
+    drafter.end(0)
+    drafter.end(0)
     assert drafter.free_pages == 3
-    # A request that went on without the drafter begins anew, too.
-    drafter.draft([told("c", 0, 5)], DRAFTS)
-    late = drafter.draft([told("c", 9, 2)], DRAFTS)
-    assert late[0].tolist() == made.reference.drafts(states[9:11], tokens[10:12], DRAFTS)
-    with pytest.raises(InternalError, match="1 tokens are told of 2 answers"):
-        drafter.draft([MtpRow("d", 0, states[:2], tokens[1:2])], DRAFTS)
+    assert drafted(1, 5, 3) == expected(0, 8)  # what waited is taken up
+    drafter.extend(1, tokens[9:11])  # as of a step that was launched ahead
+    assert drafter.propose((1,), (DRAFTS,))[0].tokens == ()
+    assert drafted(1, 10, 2) == expected(10, 2)
+    drafter.begin(1, tokens[:1], ())  # it has been here before
+    assert drafted(1, 3, 4) == expected(3, 4)
+
+
+def test_a_draft_ends_before_what_is_not_likely(made: Made) -> None:
+    drafter, tokens = drafter_of(made.path, least_sure=2.0), text(5)
+    states = made.reference.hidden(tokens)
+    drafter.begin(0, tokens[:1], ())
+    drafter.extend(0, tokens[1:31], states[:30])
+    [draft] = drafter.propose((0,), (DRAFTS,))
+    assert draft.tokens == made.reference.drafts(states[:30], tokens[1:31], 1) and 0 <= draft.strength <= 7
 
 
 def test_a_head_that_is_not_whole_is_named(made: Made, tmp_path: Path) -> None:
