@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +16,11 @@ from kvmesh.engine.attention.backend import TokenSpan
 from kvmesh.engine.cache_memory import group_shapes, zeroed_memory
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.mtp import MtpDrafter
+from kvmesh.engine.parallel import SOLO, Group
 from kvmesh.engine.runner import Runner
 from kvmesh.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import prompts
+from tests.support.engine.given_mesh import GivenMesh, Together
 from tests.support.engine.mtp import FAMILIES, MtpReference, make_mtp
 
 BLOCK, PAGES, TOKENS, DRAFTS = 16, 12, 70, 3
@@ -31,10 +36,11 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Made(*make_mtp(request.param, tmp_path_factory.mktemp(request.param)))
 
 
-def runner_of(path: Path, *, mtp: bool = True) -> Runner:
+def runner_of(path: Path, *, mtp: bool = True, group: Group = SOLO) -> Runner:
     checkpoint, cpu = open_checkpoint(path), torch.device("cpu")
-    memory = zeroed_memory(shapes := group_shapes(checkpoint.config, torch.float32, BLOCK), [4] * len(shapes), cpu)
-    return Runner(checkpoint, "float32", "cpu", BLOCK, memory, mtp=mtp)
+    shapes = group_shapes(checkpoint.config, torch.float32, BLOCK, group.rank, group.size)
+    memory = zeroed_memory(shapes, [4] * len(shapes), cpu)
+    return Runner(checkpoint, "float32", "cpu", BLOCK, memory, GivenMesh(group), mtp=mtp)
 
 
 def drafter_of(path: Path, pages: int = PAGES, least_sure: float = 0.0) -> MtpDrafter:
@@ -107,6 +113,25 @@ def test_pages_that_run_out(made: Made) -> None:
     assert drafted(1, 10, 2) == expected(10, 2)
     drafter.begin(1, tokens[:1], ())  # it has been here before
     assert drafted(1, 3, 4) == expected(3, 4)
+
+
+def test_two_ranks_draft_as_one_does(made: Made) -> None:
+    parts, barrier, tokens = [None, None], threading.Barrier(2), text(6)
+    states = made.reference.hidden(tokens)
+
+    def rank(number: int) -> tuple[Sequence[int], Sequence[int]]:
+        torch.set_num_threads(1)
+        drafter = MtpDrafter(runner_of(made.path, group=Together(number, parts, barrier)), PAGES, 0.0)
+        drafter.begin(0, tokens[:1], ())
+        drafter.extend(0, tokens[1:41], states[:40])
+        [first] = drafter.propose((0,), (DRAFTS,))
+        drafter.extend(0, tokens[41:44], states[40:43])
+        [then] = drafter.propose((0,), (DRAFTS,))
+        return first.tokens, then.tokens
+
+    expected = tuple(made.reference.drafts(states[:end], tokens[1 : end + 1], DRAFTS) for end in (40, 43))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, range(2))) == [expected, expected]
 
 
 def test_a_draft_ends_before_what_is_not_likely(made: Made) -> None:
