@@ -26,6 +26,7 @@ from kvmesh.engine.context import context_turn
 from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.moe import count_choices, exchanged_experts
+from kvmesh.engine.models.mtp import MtpHead
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
@@ -121,7 +122,8 @@ class Runner:
     log-probabilities and no scores, and do not wait for the last stage in a step without decode rows. A pipeline is
     `tolerant` always. Ranks of different places on `dp` have steps of their own; where they share experts (`rounds` is
     not None) each must make as many, those without a token by `serve`. `experts_cut` says how ranks share experts
-    (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it."""
+    (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it. With `mtp` the last stage loads the MTP head,
+    too, for a `kvmesh.engine.mtp.MtpDrafter`."""
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class Runner:
         mesh: RankMesh = ALONE,
         cuda_graphs: bool = False,
         experts_cut: ExpertsCut = "auto",
+        mtp: bool = False,
     ) -> None:
         self.config = checkpoint.config
         self.mesh = mesh
@@ -151,12 +154,15 @@ class Runner:
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, mesh, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
+            self.mtp = MtpHead(own, weights, self.model) if mtp and self.model.stage.last else None
         self._stage = self.model.stage
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
             self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
         self._exchanged = exchanged_experts(self.model.layers)
+        if self.mtp is not None and exchanged_experts([self.mtp.layer]):
+            raise ConfigError("speculate=mtp: the head's experts would lie over dp", field="speculate")
         self.rounds = share_rounds(self._exchanged, mesh, self.device)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
@@ -211,6 +217,10 @@ class Runner:
         that hold its calls."""
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
