@@ -19,22 +19,21 @@ PIECE = bytes(range(256)) * 1024
 
 async def test_what_the_socket_does_not_take_follows_in_order() -> None:
     ours, theirs = rank_socket()
-    closed: list[str] = []
-    port = FrontPort(ours, lambda _: None, closed.append)
+    closed: asyncio.Queue[str] = asyncio.Queue()
+    port = FrontPort(ours, lambda _: None, closed.put_nowait)
     pieces = [bytes([at]) * (1 << 20) for at in range(16)]
     for piece in pieces:
         port.send(piece)
     assert port.queued
     expected = b"".join(pieces)
     assert await asyncio.to_thread(received, theirs, len(expected)) == expected
-    assert not port.queued and not closed
+    assert not port.queued and closed.empty()
     theirs.close()
     async with asyncio.timeout(30):
-        while not closed:
-            await asyncio.sleep(0)
+        assert await closed.get() == ""
     port.send(b"nobody hears it")
     port.close()
-    assert closed == [""]
+    assert closed.empty()
 
 
 async def test_a_front_that_takes_nothing_does_not_fill_the_rank_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
