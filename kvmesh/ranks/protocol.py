@@ -266,8 +266,8 @@ class Summed(Message, frozen=True):
 
 
 class TierOpen(Message, frozen=True):
-    """Orders to recover what lies at `path` and to take puts from now on. TierChanged says what there is, then
-    TierOpened answers. `identity` is what the blocks belong to beyond their keys; `room` the bytes of the largest
+    """Orders to recover what lies at `path`, a URL or a folder in `Configure.ssd_path`, and to take puts from now on.
+    TierChanged says what there is, then TierOpened answers. `identity` is what the blocks belong to beyond their keys; `room` the bytes of the largest
     block. `tier` is a kvmesh.kvcache.tiers.Tier; `below` is the tier that gets what this one evicts and was used
     `demote_uses` times (0: none). It must be opened before this one."""
 
@@ -480,6 +480,7 @@ class Configure(Message, frozen=True):
     topology: str = ""  # JSON or file of it; "" = found in /sys
     # Further fields of EngineConfig.
     rdma: dict[str, int | tuple[str, ...]] = msgspec.field(default_factory=dict)
+    ssd_path: str = ""  # folder of the SSD tier, in which TierOpen names one; "" = none
     warm_segment: str = ""  # folder of memory that the next incarnation finds; "" = none
     warm_lease_ms: int = 0  # the longest lease that this incarnation gives
     cuda_graphs: bool = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
+from prometheus_client import Gauge
 
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
@@ -17,6 +18,7 @@ from kvmesh.services.prefill.handoff import PrefillPhase
 from kvmesh.services.prefill.pipeline_times import PromptTimes
 from kvmesh.services.prefill.state import PrefillState
 from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.summed_gauges import SummedGauges
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +35,12 @@ class Origin:
 
 
 class Reporter:
-    """Turns the ends of handoffs into spans, metrics and samples. `instance_id` names this instance in spans."""
+    """Turns the ends of handoffs into spans, metrics and samples. `instance_id` names this instance in spans; `gauges`
+    are those of all that run in this process."""
 
-    def __init__(self, state: PrefillState, instance_id: str) -> None:
+    def __init__(self, state: PrefillState, instance_id: str, gauges: SummedGauges | None = None) -> None:
         self.instance_id = instance_id
+        self._gauges = gauges or SummedGauges()
         self._state = state
         self._beat = pb_conductor.HeartbeatRequest()
         self._counted = pb_conductor.Load()  # counters since the start of the instance
@@ -124,16 +128,19 @@ class Reporter:
         beat.load.free_extents = store.free
         beat.load.store_blocks = store.stats.sealed
         beat.load.store_capacity = store.total
-        names.PREFILL_QUEUED.set(load.queued_requests)
-        names.PREFILL_QUEUED_TOKENS.set(load.queued_tokens)
-        names.PREFILL_RUNNING.set(load.running_requests)
+        values: dict[Gauge, float] = {
+            names.PREFILL_QUEUED: load.queued_requests,
+            names.PREFILL_QUEUED_TOKENS: load.queued_tokens,
+            names.PREFILL_RUNNING: load.running_requests,
+        }
         for group, pool, cached in self._state.page_pools():
             for state, count in {"total": pool.total, "free": pool.free, "cached": cached}.items():
-                names.PREFILL_PAGES.labels(state=state, group=group).set(count)
+                values[names.PREFILL_PAGES.labels(state=state, group=group)] = count
         self._count_stages()
         phases = [h.phase for h in self._state.handoffs.values()]
         for phase in PrefillPhase:
-            names.PREFILL_HANDOFFS.labels(state=phase.value.lower()).set(phases.count(phase))
+            values[names.PREFILL_HANDOFFS.labels(state=phase.value.lower())] = phases.count(phase)
+        self._gauges.set(self, values)
         return beat
 
     def pools(self, streams: int) -> pb_common.PoolCounters:

@@ -79,7 +79,7 @@ class Worker:
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
         self._shapes = group_shapes(config, torch_dtype(dtype), block, tp, axes.tp, layers) if setup.grouped else ()
-        whole = shard_layout(config, dtype, block, tp, axes.tp, layers)
+        whole = shard_layout(config, dtype, block, axes, configure.rank)
         self.layout = self._shapes[0].layout if self._shapes else whole
         pages = (
             setup.choose_group_pages(self._shapes, self._checkpoint)
@@ -132,7 +132,7 @@ class Worker:
         self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
-        self.tiers = TierWorker(self._extent_region, send)
+        self.tiers = TierWorker(self._extent_region, send, configure.ssd_path)
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
@@ -427,7 +427,8 @@ def _mesh(configure: m.Configure, device: torch.device, store: StoreCaller | Non
 def _part(shape: ShardLayout) -> str:
     """Returns a layout in words."""
     dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
-    return f"{dims} L{shape.first_layer} H{shape.first_head}"
+    turn = f" T{shape.turn}/{shape.turns}" if shape.turns > 1 else ""
+    return f"{dims} L{shape.first_layer} H{shape.first_head}{turn}"
 
 
 def open_memory(
