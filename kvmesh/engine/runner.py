@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
-from kvmesh.engine.attention.by_context import ContextAttention, ContextPlan
+from kvmesh.engine.attention.by_context import ContextAttention
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.axes import Axes
@@ -140,7 +140,7 @@ class Runner:
         self.config = checkpoint.config
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
-        self._layers = stage_layers(self.config, mesh.axes, mesh.rank)
+        self.stage_layers = stage_layers(self.config, mesh.axes, mesh.rank)  # the layers of the model that it has
         self.layout = shard_layout(self.config, dtype, block_tokens, mesh.axes, mesh.rank)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
@@ -158,7 +158,7 @@ class Runner:
         self._stage = self.model.stage
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
-            self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
+            self.expert_counts = count_choices(self.model.layers, experts, self.device, self.stage_layers.start)
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
         self._exchanged = exchanged_experts(self.model.layers)
         if self.mtp is not None and exchanged_experts([self.mtp.layer]):
@@ -185,7 +185,7 @@ class Runner:
             [pages] = pages
         self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
-            self.attention = self._backend(pages, range(len(self._layers)))
+            self.attention = self._backend(pages, range(len(self.stage_layers)))
             if self.mesh.group("cp", "dcp").size > 1:
                 self.attention = ContextAttention(self.attention, self.mesh)
         else:
@@ -226,12 +226,12 @@ class Runner:
     def shapes(self) -> tuple[GroupShape, ...]:
         """What this rank keeps of each cache group."""
         tp = self.mesh.tp
-        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self._layers)
+        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self.stage_layers)
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The model's cache groups with this rank's layers, which count from its first."""
-        return stage_groups(self.config.cache_groups, self._layers)
+        return stage_groups(self.config.cache_groups, self.stage_layers)
 
     def zero_slots(self, group: int, slots: Sequence[int]) -> None:
         """Makes the states of a STATE group in these slots those of no token, before the first step of whoever has
@@ -418,7 +418,7 @@ class Runner:
         if logits is None:
             plan = self._plan(rows, ())
             attend = _attend(plan, None)
-            if isinstance(plan, ContextPlan) and plan.own is not None:
+            if plan.own is not None:
                 hidden = self._hidden_of_own(tokens, plan, attend)
             else:
                 hidden = self.model.hidden(tokens, plan.positions, attend)
@@ -437,13 +437,13 @@ class Runner:
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
-        if isinstance(plan, ContextPlan) and plan.own is not None:
+        if plan.own is not None:
             return self._hidden_of_own(token_ids, plan, attend)
         hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
         return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
 
     def _hidden_of_own(
-        self, token_ids: torch.Tensor, plan: ContextPlan, attend: Callable[..., torch.Tensor]
+        self, token_ids: torch.Tensor, plan: StepPlan, attend: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Computes those of the step's tokens that are this rank's, and gathers all of them over cp."""
         assert self.shared_tokens is not None and plan.own is not None and plan.back is not None

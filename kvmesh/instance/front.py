@@ -20,6 +20,7 @@ from kvmesh.blockservice.partitions import OnePartition, Partition, Partitions, 
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
+from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
@@ -433,6 +434,7 @@ class Front:
             switchable=switchable,
             prefill_size_weight=prefill_size_weight,
             prefill_tenant_fairness=prefill_tenant_fairness,
+            axes=axes_pb(self.config.axes),
         )
         if blocks is not None:
             blocks.start(self._registrar)
@@ -600,6 +602,13 @@ def check_config(config: InstanceConfig) -> None:
     ):
         if getattr(config, key) < 0:
             raise _bad(key, getattr(config, key), "not negative")
+
+
+def axes_pb(axes: Axes) -> pb_conductor.InstanceAxes | None:
+    """Returns what the conductor is told of the axes; None of one rank."""
+    if axes.world == 1:
+        return None
+    return pb_conductor.InstanceAxes(dp=axes.dp, pp=axes.pp, cp=axes.cp, tp=axes.tp, dcp=axes.dcp, ep=axes.ep)
 
 
 def check_hosts(config: InstanceConfig) -> None:

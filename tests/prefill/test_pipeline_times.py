@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvmesh.chunk_pipeline import ChunkCost, stage_ends
@@ -99,7 +101,7 @@ def test_a_pipeline_cuts_prompts_by_what_it_measured() -> None:
     assert learnt.pair / learnt.token == pytest.approx(COST.pair / COST.token, rel=1e-3)
     lengths = [end - start for start, end in chunks]
     assert lengths[0] > 2 * lengths[-1]
-    assert all(later <= earlier + BLOCK for earlier, later in zip(lengths, lengths[1:], strict=False))
+    assert all(later <= earlier + BLOCK for earlier, later in itertools.pairwise(lengths))
     # The first ones have as many tokens as a chunk may have.
     works = [COST.work(*chunk) for chunk, length in zip(chunks, lengths, strict=True) if length < lengths[0]]
     most = max(COST.work(end, end + BLOCK) for _, end in chunks)  # of a block

@@ -149,8 +149,7 @@ class ContextAttention:
 
 
 class ContextPlan(StepPlan):
-    """Attends for one step. `own`, int64, are the numbers of the step's tokens that this rank computes; None: all of
-    them. `positions` are theirs."""
+    """Attends for one step. `positions` are those of the step's tokens that this rank computes."""
 
     def __init__(self, attention: ContextAttention, sequences: Sequences, pages: Sequence[Sequence[int]]) -> None:
         self.attention, self.sequences = attention, sequences
