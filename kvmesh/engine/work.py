@@ -230,6 +230,18 @@ def work_of(
     return found
 
 
+def chunk_products(config: ModelConfig) -> tuple[float, float]:
+    """Returns what a chunk of a prompt costs in products: of each token, and of each pair of a query and a token that
+    grows with the context. What layers with a window see counts among the former."""
+    tokens, deep = 512, max(512, *config.windows, *config.chunks)
+    near, far = (
+        sum(work.products for work in work_of(config, 1, StepShape((), ((start, tokens),), 0)).values())
+        for start in (deep, 2 * deep)
+    )
+    pair = (far - near) / (tokens * deep)
+    return near / tokens - pair * (deep + (tokens + 1) / 2), pair
+
+
 def summed(parts: Iterable[Mapping[str, FunctionWork]]) -> dict[str, FunctionWork]:
     """Returns the work of several steps together."""
     total: dict[str, FunctionWork] = {}

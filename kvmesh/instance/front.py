@@ -132,10 +132,24 @@ class Front:
             stopping.cancel()
         for rank in self.ranks:
             log.info("rank %d: %s", rank.rank, rank.ready.settings)
+        self._check_weights()
         readies = [rank.ready for rank in self.ranks]
         if any(ready.groups for ready in readies):
             self._grouped = GroupedMemory(groups_of_model(self.config.model), self.config, readies)
         self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
+
+    def _check_weights(self) -> None:
+        """Raises ConfigError where a rank on another host has loaded other weights than rank 0."""
+        first = self.ranks[0].ready.fingerprint
+        places = ranks_at(len(self.ranks), len(self._hosts))[1:]
+        for host, ranks in zip(self._hosts, places, strict=True):
+            for rank in ranks:
+                if (found := self.ranks[rank].ready.fingerprint) != first:
+                    why = (
+                        f"rank {rank} on {host.address} has loaded other weights ({found[:12]}) than this machine "
+                        f"({first[:12]}); give the rank host the folder of the same checkpoint with --model"
+                    )
+                    raise _bad("model", self.config.model, why)
 
     def _links(self) -> list[RankHostLink]:
         """Returns the links to the rank hosts, with the ranks that each has."""
@@ -148,6 +162,7 @@ class Front:
                 [self.ranks[rank] for rank in ranks],
                 c.threads,
                 c.rank_timeout_ms / 1000,
+                c.rank_hosts_wait_ms / 1000,
             )
             for address, ranks in zip(addresses, ranks_at(len(self.ranks), len(addresses))[1:], strict=True)
         ]
@@ -564,6 +579,10 @@ def check_config(config: InstanceConfig) -> None:
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     device_of(config.device, 0, config.axes.world)
+    try:
+        config.axes.check_blocks(config.block_tokens)
+    except ConfigError as error:
+        raise _bad("mesh", config.mesh, error.message) from None
     check_hosts(config)
     if not 1 <= config.store_high_percent <= 100:
         raise _bad("store_high_percent", config.store_high_percent, "in 1..100")
@@ -589,12 +608,14 @@ def check_hosts(config: InstanceConfig) -> None:
     check_network(config.rank_network)
     if not config.rank_hosts:
         return
-    check_addresses(config.rank_hosts, "rank_hosts")
-    hosts, axes = config.rank_host_list, config.axes
+    count, axes = config.rank_host_count, config.axes
+    if not count:
+        check_addresses(config.rank_hosts, "rank_hosts")
+        count = len(config.rank_host_list)
     if axes.dp > 1:
         raise _bad("rank_hosts", config.rank_hosts, f"the ranks of dp={axes.dp} groups are on one machine")
-    if axes.world % (len(hosts) + 1):
-        why = f"{len(hosts)} and this machine do not have equal parts of {axes.world} ranks"
+    if axes.world % (count + 1):
+        why = f"{count} and this machine do not have equal parts of {axes.world} ranks"
         raise _bad("rank_hosts", config.rank_hosts, why)
     if (config.tls_cert or config.tls_ca) and not config.rank_network:
         why = (

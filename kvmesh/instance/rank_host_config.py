@@ -14,6 +14,14 @@ class RanksConfig(TransferConfig):
     """Has the settings of a machine that runs ranks for fronts on others; what belongs to the instance its front says.
     Raises ConfigError naming field and value when settings do not fit together."""
 
+    instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from node_id and pid."})
+    store: str = field(
+        default="",
+        metadata={
+            "help": "Store masters, HOST:PORT,..., to which this rank host says that it is there, so that instances "
+            "that ask for a number of rank hosts find it; empty: instances name its address."
+        },
+    )
     model: str = field(
         default="", metadata={"help": "Checkpoint folder on this machine; empty: the path that the front names."}
     )

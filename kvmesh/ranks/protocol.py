@@ -790,6 +790,10 @@ class Ready(Message, frozen=True):
     settings: str = ""  # for people: what was chosen and why
     # Of each cache group, by number, that this rank has layers of; (): the model has one group that keeps all.
     groups: tuple[GroupMemory, ...] = ()
+    # Products of a prompt's token, and of a pair of a query and a token that it sees, in all layers of the model: what
+    # chunks cost relative to each other. 0, 0: not known.
+    token_products: float = 0.0
+    pair_products: float = 0.0
 
 
 class InitFailed(Message, frozen=True):
@@ -849,13 +853,17 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillStepDone(Message, frozen=True):
-    """Reports a step. `scores` are by handle, of chunks that asked for them; rank 0 alone tells them."""
+    """Reports a step. `scores` are by handle, of chunks that asked for them; rank 0 alone tells them. A stage of a
+    pipeline says from when it had what the stage before it sent until when it had computed its own layers; 0: there is
+    one stage."""
 
     step_id: int
     start_ns: int
     end_ns: int
     sampled: tuple[Sampled, ...]
     scores: tuple[tuple[int, PromptScores], ...] = ()
+    busy_from_ns: int = 0
+    busy_until_ns: int = 0
 
 
 class WindowOpened(Message, frozen=True):

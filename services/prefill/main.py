@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvmesh.blockservice.blocks import BlockService
+from kvmesh.chunk_pipeline import ChunkCost
 from kvmesh.errors import InternalError
 from kvmesh.instance.front import Front, fronts_of, start_groups
 from kvmesh.kvcache.grouped_store import GroupedStore
@@ -139,13 +140,15 @@ def make_state(front: Front, config: PrefillConfig, store: NodeStore | GroupedSt
 
 def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
     """Returns the brain's configuration: what is configured, within what the ranks can take."""
-    vocab_size = front.ranks[0].ready.vocab_size
+    ready = front.ranks[0].ready
+    cost = ChunkCost(ready.token_products, ready.pair_products) if ready.token_products else None
     return front.settled(config).brain(
         max_context_tokens=front.max_context_tokens,
-        vocab_size=vocab_size,
+        vocab_size=ready.vocab_size,
         world=len(front.ranks),
         layouts=front.group_shards or front.shards,
         groups=front.cache_groups,
+        chunk_cost=cost,
     )
 
 

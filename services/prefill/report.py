@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Span
 from prometheus_client import Gauge
 
@@ -14,6 +15,7 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.handoff import PrefillPhase
+from kvmesh.services.prefill.pipeline_times import PromptTimes
 from kvmesh.services.prefill.state import PrefillState
 from kvmesh.telemetry import names, spans
 from kvmesh.telemetry.summed_gauges import SummedGauges
@@ -43,6 +45,7 @@ class Reporter:
         self._beat = pb_conductor.HeartbeatRequest()
         self._counted = pb_conductor.Load()  # counters since the start of the instance
         self._pulls: dict[int, Span] = {}  # by ticket, under way
+        self._told_ns: dict[tuple[int, str], int] = {}  # what metrics say already of stages, busy and idle
 
     def began(self, request_id: str, attempt: int, traceparent: str, now: int) -> Origin:
         """Begins the span of a request; `ended` or `refused` ends it."""
@@ -133,6 +136,7 @@ class Reporter:
         for group, pool, cached in self._state.page_pools():
             for state, count in {"total": pool.total, "free": pool.free, "cached": cached}.items():
                 values[names.PREFILL_PAGES.labels(state=state, group=group)] = count
+        self._count_stages()
         phases = [h.phase for h in self._state.handoffs.values()]
         for phase in PrefillPhase:
             values[names.PREFILL_HANDOFFS.labels(state=phase.value.lower())] = phases.count(phase)
@@ -201,7 +205,9 @@ class Reporter:
             }
             spans.record(names.SPAN_LOAD, life, found.load_from_ns, found.load_until_ns, loaded)
         if end.first_step_ns:
-            spans.record(names.SPAN_COMPUTE, life, began, end.last_step_ns, prefix | computed)
+            bubble: dict[str, spans.Value] = {names.BUBBLE: round(end.times.bubble, 4)} if end.times.busy_ns else {}
+            compute = spans.record(names.SPAN_COMPUTE, life, began, end.last_step_ns, prefix | computed | bubble)
+            _record_stages(compute, end.times)
         if end.first_post_ns:
             moved = names.transfer_attributes("write", end.transfer_bytes, end.carried.rails, end.carried.resent)
             moved |= {names.CHUNKS: end.chunks}
@@ -219,10 +225,20 @@ class Reporter:
             self._count_hits(end)
             for g in end.found.short:
                 names.PREFILL_SHORT_BLOCKS.labels(group=self._state.config.groups[g].name).inc(end.found.short_blocks)
+        if end.times.busy_ns:
+            names.PREFILL_BUBBLE.observe(end.times.bubble)
         if end.outcome is ev.PrefillOutcome.DONE:
             names.PREFILL_COMPUTE.observe((end.last_step_ns - end.first_step_ns) * S)
             if not end.adopt:
                 names.PREFILL_TRANSFER.observe((end.last_ack_ns - end.first_post_ns) * S)
+
+    def _count_stages(self) -> None:
+        pipeline = self._state.pipeline
+        for state, sums in {"busy": pipeline.busy_ns, "idle": pipeline.idle_ns}.items():
+            for stage, ns in enumerate(sums):
+                told = self._told_ns.get((stage, state), 0)
+                names.PREFILL_STAGE_SECONDS.labels(stage=str(stage), state=state).inc((ns - told) * S)
+                self._told_ns[stage, state] = ns
 
     def _count_hits(self, end: ev.HandoffEnded) -> None:
         counted, found = self._counted, end.found
@@ -237,3 +253,26 @@ class Reporter:
             ("remote", found.pulled_tokens),
         ):
             names.PREFILL_HIT_TOKENS.labels(tier=tier).inc(tokens)
+
+
+def _record_stages(compute: Context, times: PromptTimes) -> None:
+    """Records the chunks of a prompt at each stage of a pipeline. Chunks that were only summed are one span."""
+    for stage, (first, last) in enumerate(zip(times.first_ns, times.last_ns, strict=True)):
+        told: dict[str, spans.Value] = {
+            names.STAGE: stage,
+            names.CHUNKS: len(times.chunks) + times.left_out,
+            names.STAGE_BUSY_MS: times.busy_ns[stage] / 1e6,
+            names.STAGE_IDLE_MS: times.idle_ns[stage] / 1e6,
+        }
+        own = spans.record(names.SPAN_STAGE, compute, first, last, told)
+        for chunk in times.chunks:
+            time = chunk.stages[stage]
+            of_chunk: dict[str, spans.Value] = {
+                names.CHUNK_START: chunk.start,
+                names.CHUNK_END: chunk.end,
+                names.STAGE_IDLE_MS: time.idle_ns / 1e6,
+            }
+            spans.record(names.SPAN_CHUNK, own, time.from_ns, time.until_ns, of_chunk)
+        if times.left_out:
+            shown_ns = times.chunks[-1].stages[stage].until_ns if times.chunks else first
+            spans.record(names.SPAN_CHUNK, own, shown_ns, last, {names.CHUNKS: times.left_out})

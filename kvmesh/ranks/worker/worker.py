@@ -17,6 +17,7 @@ from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.stages import stage_layers
+from kvmesh.engine.work import chunk_products
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
@@ -78,7 +79,7 @@ class Worker:
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
         self._shapes = group_shapes(config, torch_dtype(dtype), block, tp, axes.tp, layers) if setup.grouped else ()
-        whole = shard_layout(config, dtype, block, tp, axes.tp, layers)
+        whole = shard_layout(config, dtype, block, axes, configure.rank)
         self.layout = self._shapes[0].layout if self._shapes else whole
         pages = (
             setup.choose_group_pages(self._shapes, self._checkpoint)
@@ -182,6 +183,7 @@ class Worker:
         limit = config.max_context_tokens
         limit = limit if self._longest is None else min(limit, self._longest)
         wanted = self._configure.max_context_tokens
+        token_products, pair_products = chunk_products(config)
         return m.Ready(
             engine_name=self.engine.name,
             descriptor=self.engine.local_descriptor().encode(),
@@ -208,6 +210,8 @@ class Worker:
             steps=self._configure.steps,
             settings=self._settings,
             groups=tuple(self._group_memory(number) for number in range(len(self._shapes))),
+            token_products=token_products,
+            pair_products=pair_products,
         )
 
     def _group_memory(self, number: int) -> m.GroupMemory:
@@ -423,7 +427,8 @@ def _mesh(configure: m.Configure, device: torch.device, store: StoreCaller | Non
 def _part(shape: ShardLayout) -> str:
     """Returns a layout in words."""
     dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
-    return f"{dims} L{shape.first_layer} H{shape.first_head}"
+    turn = f" T{shape.turn}/{shape.turns}" if shape.turns > 1 else ""
+    return f"{dims} L{shape.first_layer} H{shape.first_head}{turn}"
 
 
 def open_memory(
