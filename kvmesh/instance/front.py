@@ -34,6 +34,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.membership.evacuation import evacuate_node
+from kvmesh.membership.places import place_name
 from kvmesh.membership.registrar import Registrar
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
@@ -87,7 +88,7 @@ class Front:
         self.gauges = gauges or SummedGauges()
         self.role = role
         name = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
-        self.instance_id = f"{name}.dp{place}" if place else name
+        self.instance_id = place_name(name, place)
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
         self.together: Sequence[Front] = (self,)  # the fronts of all places on `dp`

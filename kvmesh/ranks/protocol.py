@@ -267,9 +267,9 @@ class Summed(Message, frozen=True):
 
 class TierOpen(Message, frozen=True):
     """Orders to recover what lies at `path`, a URL or a folder in `Configure.ssd_path`, and to take puts from now on.
-    TierChanged says what there is, then TierOpened answers. `identity` is what the blocks belong to beyond their keys; `room` the bytes of the largest
-    block. `tier` is a kvmesh.kvcache.tiers.Tier; `below` is the tier that gets what this one evicts and was used
-    `demote_uses` times (0: none). It must be opened before this one."""
+    TierChanged says what there is, then TierOpened answers. `identity` is what the blocks belong to beyond their keys;
+    `room` the bytes of the largest block. `tier` is a kvmesh.kvcache.tiers.Tier; `below` is the tier that gets what
+    this one evicts and was used `demote_uses` times (0: none). It must be opened before this one."""
 
     tier: int
     part: int
