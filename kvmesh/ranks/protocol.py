@@ -453,6 +453,9 @@ class WarmVerified(Message, frozen=True):
 # ── front → rank: life ────────────────────────────────────────────────────────────────────────────
 
 
+NO_DRAFTS = "off"
+
+
 class Configure(Message, frozen=True):
     """Is the first message. The rank answers Ready or InitFailed. `model_path` "" is a rank without an engine (a pool
     node's): it has `memory_bytes` of host segment that others read and that takes pulls, nothing else."""
@@ -501,6 +504,8 @@ class Configure(Message, frozen=True):
     # Whether a model that has several cache groups, or one that does not keep all, is served group by group: Ready says
     # its `groups`, and every message that names pages or extents must name them by group.
     cache_groups: bool = False
+    speculate: str = NO_DRAFTS  # which drafts are verified: "off" | "ngram" | "suffix"
+    max_draft_tokens: int = 0
     mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them
 
 
@@ -723,6 +728,7 @@ class Join(Message, frozen=True):
     sampling: Sampling
     history: TokenHistory | None = None  # up to `next_token`; None: nothing asks for it
     groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    said: TokenHistory | None = None  # up to `next_token`, for drafts; None: it gets none
 
 
 class Grant(Message, frozen=True):
@@ -905,6 +911,7 @@ class DecodeStepDone(Message, frozen=True):
     prefill_tokens: int = 0  # of prompts, computed in the same step
     held: tuple[int, ...] = ()
     since_ns: int = 0
+    drafts: tuple[tuple[int, int], ...] = ()  # of each drafter: tokens computed in this step, and those kept
 
 
 class Stalled(Message, frozen=True):

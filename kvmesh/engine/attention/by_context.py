@@ -125,6 +125,13 @@ class ContextAttention:
         tables = [*pages, *(span.pages for span in spans)]
         return ContextPlan(self, Sequences(starts, lengths), tables)
 
+    def plan_drafts(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
+    ) -> ContextPlan:
+        """Plans as `AttentionBackend.plan_drafts` does: what a row of a draft sees here follows from its own
+        position."""
+        return self.plan_mixed(pages, positions, spans)
+
     def plan_prefill(self, spans: Sequence[TokenSpan]) -> ContextPlan:
         return self.plan_mixed((), (), spans)
 

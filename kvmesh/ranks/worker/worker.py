@@ -46,6 +46,7 @@ from kvmesh.ranks.worker.pusher import PushedGroup, Pusher
 from kvmesh.ranks.worker.read_counts import count_reads
 from kvmesh.ranks.worker.setup import RankSetup
 from kvmesh.ranks.worker.slices import Moves, Seals
+from kvmesh.ranks.worker.speculation import speculator_of
 from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
@@ -136,7 +137,16 @@ class Worker:
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
         self.grammars = GrammarCompiler(self._checkpoint.path, config.vocab_size, config.eos_token_ids)
-        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin, kept, grammars=self.grammars)
+        self.steps = Steps(
+            self._runner,
+            self.pusher,
+            configure.block_tokens,
+            send,
+            begin,
+            kept,
+            grammars=self.grammars,
+            speculator=speculator_of(configure, any(is_state(group) for group in kept)),
+        )
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
             if self._shapes
@@ -303,8 +313,16 @@ class Worker:
             self.memory.poll()
             self.pusher.pump()
 
-    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
-        """Runs one step: the front's chunks and the rows of the batch, whichever there are."""
+    @property
+    def share_ppm(self) -> int:
+        """What one more token adds to a step of the rows, as `Steps.share_ppm` has it."""
+        return self.steps.share_ppm
+
+    def step(
+        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int | None = None
+    ) -> None:
+        """Runs one step: the front's chunks and the rows of the batch, whichever there are. `share_ppm` is what the
+        leader has said (None: nothing)."""
 
         def meanwhile() -> None:
             self.pusher.check_leases()
@@ -317,7 +335,7 @@ class Worker:
 
         prompt_tokens = sum(len(item.token_ids) for item in prefill.items) if prefill is not None else 0
         self.memory.step_tokens = prompt_tokens + self.rows
-        self.steps.run(prefill, layer_launched)
+        self.steps.run(prefill, layer_launched, share_ppm)
         self.memory.step_tokens = self.rows  # of the next step, at least
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
