@@ -504,7 +504,7 @@ class Configure(Message, frozen=True):
     # Whether a model that has several cache groups, or one that does not keep all, is served group by group: Ready says
     # its `groups`, and every message that names pages or extents must name them by group.
     cache_groups: bool = False
-    speculate: str = NO_DRAFTS  # which drafts are verified: "off" | "ngram" | "suffix"
+    speculate: str = NO_DRAFTS  # which drafts are verified: "off" | "ngram" | "suffix" | "mtp" | "mtp+ngram"
     max_draft_tokens: int = 0
     mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them
 

@@ -46,7 +46,7 @@ from kvmesh.ranks.worker.pusher import PushedGroup, Pusher
 from kvmesh.ranks.worker.read_counts import count_reads
 from kvmesh.ranks.worker.setup import RankSetup
 from kvmesh.ranks.worker.slices import Moves, Seals
-from kvmesh.ranks.worker.speculation import speculator_of
+from kvmesh.ranks.worker.speculation import speculator_of, wants_mtp
 from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
@@ -94,7 +94,9 @@ class Worker:
             device = trial.device if isinstance(trial, torch.Tensor) else trial[0].device
             self._mesh = _mesh(configure, device, store)
             cut = cast(ExpertsCut, configure.experts_cut)
-            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut)
+            self._runner = Runner(
+                self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut, mtp=wants_mtp(configure)
+            )
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
             self._mesh.connect(LOAD_PATIENCE_S)
@@ -145,7 +147,7 @@ class Worker:
             begin,
             kept,
             grammars=self.grammars,
-            speculator=speculator_of(configure, any(is_state(group) for group in kept)),
+            speculator=speculator_of(configure, any(is_state(group) for group in kept), self._runner),
         )
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
