@@ -40,6 +40,7 @@ from kvmesh.ranks.devices import check_device, device_of
 from kvmesh.ranks.network import check_network
 from kvmesh.ranks.rendezvous import RendezvousStore
 from kvmesh.ranks.sizing import STEP_KEYS
+from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.ranks.turn_sockets import SECRET_BYTES
 from kvmesh.rpc.addresses import check_addresses, split_address
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -205,6 +206,8 @@ class Front:
             device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
             cache_groups=c.cache_groups,
+            speculate=getattr(c, "speculate", NO_DRAFTS),  # of an instance that decodes
+            max_draft_tokens=getattr(c, "max_draft_tokens", 0),
         )
 
     def settled(self, config: Settled) -> Settled:

@@ -453,9 +453,6 @@ class WarmVerified(Message, frozen=True):
 # ── front → rank: life ────────────────────────────────────────────────────────────────────────────
 
 
-NO_DRAFTS = "off"
-
-
 class Configure(Message, frozen=True):
     """Is the first message. The rank answers Ready or InitFailed. `model_path` "" is a rank without an engine (a pool
     node's): it has `memory_bytes` of host segment that others read and that takes pulls, nothing else."""
@@ -504,7 +501,7 @@ class Configure(Message, frozen=True):
     # Whether a model that has several cache groups, or one that does not keep all, is served group by group: Ready says
     # its `groups`, and every message that names pages or extents must name them by group.
     cache_groups: bool = False
-    speculate: str = NO_DRAFTS  # which drafts are verified: "off" | "ngram" | "suffix" | "mtp" | "mtp+ngram"
+    speculate: str = "off"  # which drafts are verified (kvmesh.ranks.speculation)
     max_draft_tokens: int = 0
     mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them
 
@@ -911,7 +908,8 @@ class DecodeStepDone(Message, frozen=True):
     prefill_tokens: int = 0  # of prompts, computed in the same step
     held: tuple[int, ...] = ()
     since_ns: int = 0
-    drafts: tuple[tuple[int, int], ...] = ()  # of each drafter: tokens computed in this step, and those kept
+    # Of each drafter by name: how many tokens this step has computed as its drafts, and how many of them were kept.
+    drafts: tuple[tuple[str, int, int], ...] = ()
 
 
 class Stalled(Message, frozen=True):

@@ -298,7 +298,7 @@ class World:
                     for token in sampled:
                         self._first(self.requests[token.handle], token)
                 case m.DecodeStepDone() as step:
-                    self.kept += sum(kept for _, kept in step.drafts)
+                    self.kept += sum(kept for _, _, kept in step.drafts)
                     for made in step.tokens:
                         self._token(self.requests[made.handle], made, made.handle in step.held)
                     assert set(step.held) <= {token.handle for token in step.tokens if token.finish}

@@ -312,14 +312,15 @@ class Steps:
         said, counts = rows.advance_by(made, scored)
         if self._snapshots:
             self._snapshots.save_at_borders(batch.positions + np.array(counts), roles)
-        tried = [[0, 0] for _ in self._speculator.drafters]
+        drafters = self._speculator.drafters
+        computed, held = [0] * len(drafters), [0] * len(drafters)
         ended = {*said.ended, *said.bad}
         for row, handle in enumerate(handles):
             own, draft = made[row][: counts[row]], drafts[row]
             if draft:
                 kept = max(0, len(made[row]) - 1)
-                tried[found[row].by][0] += len(draft)
-                tried[found[row].by][1] += kept
+                computed[found[row].by] += len(draft)
+                held[found[row].by] += kept
                 self._speculator.verified(
                     handle, found[row]._replace(draft=Draft(draft, found[row].draft.strength)), kept
                 )
@@ -331,9 +332,8 @@ class Steps:
             self._speculator.extend(handle, own, hidden[0][first : first + len(own)] if hidden else None)
         self._share.add(len(step.batch.positions), end - start)
         context = int(batch.positions.sum())
-        self._send(
-            m.DecodeStepDone(start, end, len(handles), context, said.tokens, drafts=tuple((a, b) for a, b in tried))
-        )
+        drafts_told = zip((drafter.name for drafter in drafters), computed, held, strict=True)
+        self._send(m.DecodeStepDone(start, end, len(handles), context, said.tokens, drafts=tuple(drafts_told)))
         self._rows_lost(said.bad, faults)
         return True
 

@@ -39,6 +39,7 @@ from kvmesh.ranks.worker.device import (
     num_extents,
 )
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
+from kvmesh.ranks.worker.drafters import speculator_of, wants_mtp
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
@@ -46,7 +47,6 @@ from kvmesh.ranks.worker.pusher import PushedGroup, Pusher
 from kvmesh.ranks.worker.read_counts import count_reads
 from kvmesh.ranks.worker.setup import RankSetup
 from kvmesh.ranks.worker.slices import Moves, Seals
-from kvmesh.ranks.worker.speculation import speculator_of, wants_mtp
 from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker

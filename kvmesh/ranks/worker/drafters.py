@@ -10,8 +10,8 @@ from kvmesh.drafts.speculator import Speculator
 from kvmesh.drafts.suffix import SuffixDrafter
 from kvmesh.engine.mtp import MtpDrafter
 from kvmesh.engine.runner import Runner
-from kvmesh.errors import ConfigError
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.speculation import NO_DRAFTS, check_speculation
 from kvmesh.ranks.wake import axes_of
 
 HEAD_SHARE = 4  # an MTP head has a page for each so many of the model's: its KV begins where decode does
@@ -23,7 +23,7 @@ def _mtp(runner: Runner) -> Drafter:
 
 
 DRAFTERS: dict[str, tuple[Callable[[Runner], Drafter], ...]] = {
-    m.NO_DRAFTS: (),
+    NO_DRAFTS: (),
     "ngram": (lambda _: NgramDrafter(),),
     "suffix": (lambda _: SuffixDrafter(),),
     "mtp": (_mtp,),
@@ -38,16 +38,7 @@ def wants_mtp(configure: m.Configure) -> bool:
 
 def speculator_of(configure: m.Configure, states: bool, runner: Runner) -> Speculator | None:
     """Returns what drafts for a rank, or None. `states`: the model has some, which a draft that is cut changes. Raises
-    ConfigError naming field and value for an unknown drafter, and for ranks that verify no drafts."""
-    if configure.speculate not in DRAFTERS:
-        known = ", ".join(DRAFTERS)
-        raise ConfigError(f"speculate={configure.speculate!r}: must be one of {known}", field="speculate")
-    makers = DRAFTERS[configure.speculate]
-    if not makers:
-        return None
-    axes = axes_of(configure)
-    for name in ("pp", "dp", "cp", "dcp"):
-        if (size := getattr(axes, name)) > 1:
-            why = f"{name}={size}: drafts are verified by one rank, or by ranks of tp"
-            raise ConfigError(f"speculate={configure.speculate!r} with {why}", field="speculate")
-    return Speculator([make(runner) for make in makers], configure.max_draft_tokens, again=states)
+    ConfigError as `check_speculation` and Speculator do."""
+    check_speculation(configure.speculate, axes_of(configure))
+    drafters = [make(runner) for make in DRAFTERS[configure.speculate]]
+    return Speculator(drafters, configure.max_draft_tokens, again=states) if drafters else None
