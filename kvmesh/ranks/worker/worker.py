@@ -40,7 +40,7 @@ from kvmesh.ranks.worker.device import (
     num_extents,
 )
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
-from kvmesh.ranks.worker.drafters import speculator_of
+from kvmesh.ranks.worker.drafters import speculator_of, wants_mtp
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
@@ -95,7 +95,9 @@ class Worker:
             device = trial.device if isinstance(trial, torch.Tensor) else trial[0].device
             self._mesh = _mesh(configure, device, store)
             cut = cast(ExpertsCut, configure.experts_cut)
-            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut)
+            self._runner = Runner(
+                self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut, mtp=wants_mtp(configure)
+            )
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
             self._mesh.connect(LOAD_PATIENCE_S)
@@ -146,7 +148,7 @@ class Worker:
             begin,
             kept,
             grammars=self.grammars,
-            speculator=speculator_of(configure, any(is_state(group) for group in kept)),
+            speculator=speculator_of(configure, any(is_state(group) for group in kept), self._runner),
         )
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
