@@ -118,8 +118,6 @@ class Axes:
         if axes.interleave:
             why = "an instance keeps what a rank has of a block in one piece: leave interleave out"
             raise ConfigError(f"{mesh_key}={text!r}: {why}", field=mesh_key)
-        if axes.pp > 1 and axes.dp > 1:
-            raise ConfigError(f"{mesh_key}={text!r}: no instance has dp and pp yet, only one of them", field=mesh_key)
         return axes
 
     def check_blocks(self, block_tokens: int) -> None:

@@ -125,6 +125,13 @@ class ContextAttention:
         tables = [*pages, *(span.pages for span in spans)]
         return ContextPlan(self, Sequences(starts, lengths), tables)
 
+    def plan_drafts(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
+    ) -> ContextPlan:
+        """Plans as `AttentionBackend.plan_drafts` does: what a row of a draft sees here follows from its own
+        position."""
+        return self.plan_mixed(pages, positions, spans)
+
     def plan_prefill(self, spans: Sequence[TokenSpan]) -> ContextPlan:
         return self.plan_mixed((), (), spans)
 
@@ -149,8 +156,7 @@ class ContextAttention:
 
 
 class ContextPlan(StepPlan):
-    """Attends for one step. `own`, int64, are the numbers of the step's tokens that this rank computes; None: all of
-    them. `positions` are theirs."""
+    """Attends for one step. `positions` are those of the step's tokens that this rank computes."""
 
     def __init__(self, attention: ContextAttention, sequences: Sequences, pages: Sequence[Sequence[int]]) -> None:
         self.attention, self.sequences = attention, sequences
