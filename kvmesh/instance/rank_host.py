@@ -12,16 +12,19 @@ import logging
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from kvmesh.errors import InvalidRequest, Overloaded, ProtocolMismatch, Unavailable
 from kvmesh.instance.host_link import BEAT_S, PIECE_BYTES, build
 from kvmesh.instance.rank_host_config import RanksConfig
+from kvmesh.instance.rank_lending import RankLender, gpu_memory, memory_for_ranks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankProcess, rank_env, rank_socket, start_process
 from kvmesh.ranks.front_port import FrontPort
@@ -29,9 +32,10 @@ from kvmesh.ranks.ipc import HEADER, MAX_FRAME_BYTES, frame
 from kvmesh.ranks.network import find_interface
 from kvmesh.rpc import protocol
 from kvmesh.rpc.bidi import ServerStream
+from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import ranks_pb2, ranks_pb2_grpc
 from kvmesh.rpc.runner import observed
-from kvmesh.rpc.server import Server
+from kvmesh.rpc.server import Server, join
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ REAP_S = 2.0
 MOST_THREADS = 1024
 RETRY_AFTER_MS = 1_000
 HELD_BYTES = 4 << 20  # read from a rank and not taken by its front: then it is not read any further
+ENDS_KEPT, NAME_KEPT = 16, 256
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -51,13 +56,22 @@ async def run(config: RanksConfig, stop: asyncio.Event, started: Callable[[dict[
         servicer = RankHostServicer(config)
         ranks_pb2_grpc.add_RankHostServicer_to_server(servicer, server.grpc)
         server.serves(SERVICE)
-        await server.start()
+        await asyncio.to_thread(gpu_memory)
+        port = await server.start()
+        servicer.address = join(config.advertise_host or config.host, port)
+        lender = RankLender(config.store, servicer.state) if config.store else None
+        servicer.lender = lender
+        lending = asyncio.create_task(lender.run(), name="lend ranks") if lender is not None else None
         try:
             server.set_ready(True)
             started({"address": server.address, "metrics": metrics})
             await stop.wait()
         finally:
-            servicer.end("the rank host stops")
+            servicer.end("was ended: its rank host stops")
+            if lender is not None and lending is not None:
+                lending.cancel()
+                await asyncio.gather(lending, return_exceptions=True)
+                await lender.close()
             await server.stop(STOP_GRACE_S)
 
 
@@ -185,6 +199,11 @@ class HostedRanks:
     def pids(self) -> list[int]:
         return [rank.pid for rank in self._ranks.values()]
 
+    @property
+    def numbers(self) -> list[int]:
+        """The ranks, as the instance counts them."""
+        return list(self._ranks)
+
     def take(self, request: ranks_pb2.RankHostRequest) -> None:
         """Takes a message of the front. Raises InvalidRequest for a rank that is not here."""
         self._heard_at = time.monotonic()
@@ -246,8 +265,42 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
 
     def __init__(self, config: RanksConfig) -> None:
         self._config = config
+        self._incarnation = time.time_ns()
         self._hosted: dict[str, HostedRanks] = {}
         self._count = 0  # of ranks
+        self._ended: deque[ranks_pb2.RankHostEnd] = deque(maxlen=ENDS_KEPT)
+        self._ends = 0
+        self.address = ""  # where others reach it
+        self.lender: RankLender | None = None
+
+    def state(self) -> ranks_pb2.RankHostState:
+        """Returns what store masters are told."""
+        config = self._config
+        name = config.instance_id or f"ranks-{config.node_id}"
+        return ranks_pb2.RankHostState(
+            instance=pb.InstanceRef(instance_id=name, address=self.address, incarnation=self._incarnation),
+            node_id=config.node_id,
+            build=build(),
+            max_ranks=config.max_ranks,
+            gpus=len(gpu_memory()),
+            memory_bytes=memory_for_ranks(),
+            uses=[
+                ranks_pb2.RankHostUse(instance_id=name, ranks=hosted.numbers) for name, hosted in self._hosted.items()
+            ],
+        )
+
+    async def GetStatus(  # noqa: N802
+        self, request: ranks_pb2.GetRankHostStatusRequest, context: Any
+    ) -> ranks_pb2.GetRankHostStatusResponse:
+        """Says what runs here, how the last ones have ended, and whether a store master knows of this host."""
+        lender = self.lender
+        return ranks_pb2.GetRankHostStatusResponse(
+            host=self.state(),
+            ended=self._ended,
+            ends=self._ends,
+            registered=lender.registered if lender is not None else "",
+            unheard_ms=int(lender.unheard_s * 1000) if lender is not None else 0,
+        )
 
     def end(self, why: str) -> None:
         """Ends all ranks."""
@@ -291,6 +344,10 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
             if hosted is not None:
                 hosted.end("its front has ended the stream")
                 log.info("%s: ranks %s end: %s", name, list(hello.ranks), hosted.why)
+                self._ends += 1
+                self._ended.append(
+                    ranks_pb2.RankHostEnd(instance_id=name[:NAME_KEPT], ranks=hello.ranks, cause=hosted.why)
+                )
                 await asyncio.shield(self._closed(name, hosted))
             self._count -= len(hello.ranks)
 
@@ -341,7 +398,8 @@ def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Confi
         configure,
         model_path=config.model or configure.model_path,
         cache_dir=config.cache_dir,
-        warm_segment="",
+        ssd_path=_own_folder("ssd_path", config.ssd_path, configure.ssd_path, configure.instance_id),
+        warm_segment=_own_folder("warm_segment", config.warm_segment, configure.warm_segment, configure.instance_id),
         transports=config.transport_list,
         nics=config.nic_list,
         topology=config.topology,
@@ -353,6 +411,19 @@ def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Confi
         rank_network=config.rank_network or configure.rank_network,
         rank_route=front,
     )
+
+
+def _own_folder(key: str, here: str, asked: str, instance_id: str) -> str:
+    """Returns this machine's folder for what the front keeps in the folder `asked`; "" where that keeps none. Raises
+    InvalidRequest where this machine has no place for it."""
+    if not asked:
+        return ""
+    if not here:
+        raise InvalidRequest(
+            f"{key}={asked!r}: this rank host has no folder for it (its own --{key.replace('_', '-')})"
+        )
+    name = quote(instance_id, safe="")
+    return str(Path(here).absolute() / (f"%2E{name[1:]}" if name.startswith(".") else name))
 
 
 def _host(peer: str) -> str:

@@ -97,7 +97,7 @@ def test_a_model_that_so_many_ranks_cannot_share_is_refused(zoo: Callable[[str],
     check_shares(replace(experts, experts=replace(few, count=4)), Axes(tp=4))
     odd = open_checkpoint(zoo("qwen3-gqa1-tied")).config  # 3 KV heads
     check_shares(odd, Axes(tp=3))
-    layouts = [shard_layout(config, "float32", 16, rank, 4) for rank in range(4)]
+    layouts = [shard_layout(config, "float32", 16, Axes(tp=4), rank) for rank in range(4)]
     assert [(layout.first_head, layout.kv_heads) for layout in layouts] == [(0, 1), (0, 1), (1, 1), (1, 1)]
     own = share_of(config, Axes(tp=4))
     assert (own.heads, own.kv_heads, own.intermediate_size) == (2, 1, 24)

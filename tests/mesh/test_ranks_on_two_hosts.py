@@ -8,10 +8,12 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +42,7 @@ TIMEOUT_MS = 3000  # of ranks for one another, and of front and rank host
 STORE, CONDUCTOR, GATEWAY, HTTP, RANKS = range(7001, 7006)
 OTHER_CLOCK = ("unshare", "--time", "--monotonic", "100000")  # B has been up for a day longer
 PLAIN = {"prefill-plain": 7010, "decode-plain": 7011}  # of one rank, on A
-WIDE = {"prefill-wide": 7020, "decode-wide": 7021}  # with a rank on A and one on B
+WIDE = {"prefill-pp2": 7020, "decode-tp2": 7021, "decode-pp2": 7022}  # with a rank on A and one on B
 ANSWERS, TOKENS, BEGUN = 6, 300, 8
 LONG_PROMPTS, LONG = 3, 1500
 
@@ -122,10 +124,12 @@ class Stream:
 
 
 class World:
-    """Everything but the second rank of the wide instances is on A. prefill-wide has two stages."""
+    """Everything but the second rank of the wide instances is on A. There is one wide decode instance at a time."""
 
     def __init__(self, a: Machine, b: Machine, folder: Path, stack: ExitStack) -> None:
         self.a, self.b, self._folder, self._stack = a, b, folder, stack
+        self._memory = Path(f"/dev/shm/kvmesh-test-{uuid.uuid4().hex}")
+        stack.callback(shutil.rmtree, self._memory, ignore_errors=True)
         make_certificates(folder / "tls", [a.address, b.address])
         self._env = {**os.environ, "XDG_STATE_HOME": str(folder), "OMP_NUM_THREADS": "1", "KVMESH_MEMORY_MB": "32"}
         self._env |= {f"KVMESH_TLS_{one.upper()}": str(folder / "tls" / f"{one}.pem") for one in ("cert", "key", "ca")}
@@ -151,33 +155,43 @@ class World:
 
     def _start_host(self) -> Service:
         argv = ("ranks", f"--host={self.b.address}", f"--port={RANKS}", f"--model={ROOT / MODEL}", "--transports=tcp")
-        made = Service(self.b, self._env, self._folder / "ranks.log", *argv, clock=OTHER_CLOCK)
+        made = Service(self.b, self._env, self._folder / "ranks.log", *argv, *self._kept("b"), clock=OTHER_CLOCK)
         self._stack.callback(made.end)
         return made
 
-    def mend(self, decode_mesh: str = "tp=2") -> None:
-        """Starts what is over, a decode-wide with these axes, and waits until all have their ranks and the conductor
+    def _kept(self, name: str) -> tuple[str, str]:
+        """Where a host or an instance keeps blocks that outlive processes."""
+        return f"--ssd-path={self._folder / f'ssd-{name}'}", f"--warm-segment={self._memory / name}"
+
+    def written(self, folder: str) -> bool:
+        """Whether blocks lie in this folder of a disk."""
+        return sum(path.stat().st_blocks for path in (self._folder / folder).glob("*") if path.is_file()) > 100
+
+    def mend(self, decode: str = "decode-tp2") -> None:
+        """Starts what is over, with this wide decode instance, and waits until all have their ranks and the conductor
         knows them. Only the wide ones get work."""
         self.b.link("up")
         if self.host is None or self.host.over():
             self.host = self._start_host()
         own = {
-            "prefill-wide": ("--mesh=pp=2", "--prefill-chunk-tokens=64"),
-            "decode-wide": (f"--mesh={decode_mesh}",),
+            "prefill-pp2": ("--mesh=pp=2", "--prefill-chunk-tokens=64"),
+            "decode-tp2": ("--mesh=tp=2", "--ssd-offload-percent=0", *self._kept("decode-tp2")),
+            "decode-pp2": ("--mesh=pp=2", "--ssd-offload-percent=0", *self._kept("decode-pp2")),
         }
         hosts = (f"--rank-hosts={self.b.address}:{RANKS}", "--rank-network=10.78.0.0/24")
-        for name, port in WIDE.items():
+        names = ("prefill-pp2", decode)
+        for name in names:
             if name not in self.wide or self.wide[name].over():
                 timeout = f"--rank-timeout-ms={TIMEOUT_MS}"
-                self.wide[name] = self._start_instance(name, port, *own[name], *hosts, timeout)
+                self.wide[name] = self._start_instance(name, WIDE[name], *own[name], *hosts, timeout)
 
         def all_known() -> bool:
-            for service in self.wide.values():
-                assert not service.over(), service.said[-3000:]
-            return self.inside.ready() >= {*PLAIN, *WIDE}
+            for name in names:
+                assert not self.wide[name].over(), self.wide[name].said[-3000:]
+            return self.inside.ready() >= {*PLAIN, *names}
 
         until(all_known, "the mesh", READY_S)
-        assert len(self.host.ranks) == len(WIDE)
+        assert len(self.host.ranks) == len(names)
         self.inside.cordon(*PLAIN)
         until(lambda: self.a.call(get, self.a.address, "/ready"), "the gateway", READY_S)
 
@@ -223,31 +237,37 @@ def right(world: World) -> list[list[int]]:
     world.mend()
     asked = [*world.answers("right"), *world.long_prompts("right")]
     tokens = [stream.ended().tokens for stream in asked]
-    assert {stream.told["prefill_instance"] for stream in asked} == {"prefill-wide"}
-    assert {stream.told["decode_instance"] for stream in asked} == {"decode-wide"}
+    assert {stream.told["prefill_instance"] for stream in asked} == {"prefill-pp2"}
+    assert {stream.told["decode_instance"] for stream in asked} == {"decode-tp2"}
     assert [len(each) for each in tokens] == [TOKENS] * ANSWERS + [4] * LONG_PROMPTS
     for stream in (asked[0], asked[-1]):
         assert_matches_reference(ROOT / MODEL, stream._body["prompt"], stream.tokens)
+    until(lambda: all(map(world.written, ("ssd-decode-tp2/rank-0", "ssd-b/decode-tp2/rank-1"))), "blocks on both disks")
     return tokens
 
 
 @pytest.mark.parametrize(
-    ("what", "decode_mesh", "causes"),
+    ("what", "decode", "causes"),
     [
-        ("ranks killed", "tp=2", ("was killed by SIGKILL", "was killed by SIGKILL")),
-        ("cable pulled", "pp=2", ("lost its host", "lost its host")),
-        ("rank frozen, host killed", "pp=2", ("lost the other ranks in a step", "lost its host")),
+        ("ranks killed", "decode-tp2", ("was killed by SIGKILL", "was killed by SIGKILL")),
+        ("cable pulled", "decode-pp2", ("lost its host", "lost its host")),
+        ("rank frozen, host killed", "decode-pp2", ("lost the other ranks in a step", "lost its host")),
     ],
 )
 def test_an_instance_ends_as_one_and_its_requests_go_on(
-    world: World, right: list[list[int]], what: str, decode_mesh: str, causes: tuple[str, str]
+    world: World, right: list[list[int]], what: str, decode: str, causes: tuple[str, str]
 ) -> None:
-    """decode-wide in the middle of answers, prefill-wide in the middle of prompts; the cable is one for both."""
-    world.mend(decode_mesh)
+    """A decode instance in the middle of answers, a prefill instance in the middle of prompts; the cable is one for
+    both."""
+    prefill, kept = "prefill-pp2", decode in world.wide
+    world.mend(decode)
+    if kept and what != "ranks killed":
+        back = re.findall(r"warm segment: (\d+) of \d+ blocks are here again", world.wide[decode].said)
+        assert back and int(back[0]), "each host has kept its part of the blocks"
     host = world.host
     assert host is not None
-    there = {name: world.rank_on_b(name) for name in WIDE}
-    ranks = {name: [*world.wide[name].ranks, there[name]] for name in WIDE}
+    there = {name: world.rank_on_b(name) for name in (prefill, decode)}
+    ranks = {name: [*world.wide[name].ranks, there[name]] for name in there}
 
     def over(name: str) -> bool:
         return world.wide[name].over() and not any(map(psutil.pid_exists, ranks[name]))
@@ -255,14 +275,14 @@ def test_an_instance_ends_as_one_and_its_requests_go_on(
     answers = world.answers(what)
     until(lambda: all(len(stream.tokens) >= BEGUN for stream in answers), "tokens", ANSWER_S)
     if what != "cable pulled":
-        os.kill(there["decode-wide"], signal.SIGKILL if what == "ranks killed" else signal.SIGSTOP)
+        os.kill(there[decode], signal.SIGKILL if what == "ranks killed" else signal.SIGSTOP)
         world.inside.cordon("decode-plain", keep=False)
-        until(lambda: over("decode-wide"), "the end of decode-wide and all its ranks", OVER_S)
-        assert all(map(psutil.pid_exists, ranks["prefill-wide"]))
+        until(lambda: over(decode), f"the end of {decode} and all its ranks", OVER_S)
+        assert all(map(psutil.pid_exists, ranks[prefill]))
     prompts = world.long_prompts(what)
-    busy(there["prefill-wide"])
+    busy(there[prefill])
     if what == "ranks killed":
-        os.kill(there["prefill-wide"], signal.SIGKILL)
+        os.kill(there[prefill], signal.SIGKILL)
     elif what == "cable pulled":
         world.b.link("down")
     else:
@@ -273,7 +293,7 @@ def test_an_instance_ends_as_one_and_its_requests_go_on(
     assert all(stream.told["migrations"] >= 1 for stream in answers), [stream.told for stream in answers]
     assert {stream.told["decode_instance"] for stream in found} == {"decode-plain"}
     assert any(stream.told["prefill_instance"] == "prefill-plain" for stream in prompts)
-    for name, cause in zip(("decode-wide", "prefill-wide"), causes, strict=True):
+    for name, cause in zip((decode, prefill), causes, strict=True):
         until(lambda name=name: over(name), f"the end of {name} and all its ranks", OVER_S)  # type: ignore[misc]
         said = world.wide[name].said
         assert world.wide[name].process.returncode

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from prometheus_client import Gauge
+
 from kvmesh.blockservice.partitions import Partition, Partitions, unused
 from kvmesh.blockservice.peer_segments import SegmentRank
 from kvmesh.blockservice.removals import Watch
@@ -404,8 +406,11 @@ class Tiering:
             if part.ready and (used := part.take_used()) is not None:
                 for rank in range(len(self._ranks)):
                     self._ranks.send(rank, m.TierUsed(part.tier, part.number, *used))
-        for level in self.levels:
-            level.gauge()
+
+    @property
+    def gauges(self) -> dict[Gauge, float]:
+        """The gauges of all tiers."""
+        return {gauge: value for level in self.levels for gauge, value in level.gauges.items()}
 
     @property
     def usages(self) -> list[pb_store.TierUsage]:

@@ -303,19 +303,22 @@ async def test_a_drain_is_told_to_the_store_master_and_taken_back() -> None:
         channels.connect(store.address) as channel,
     ):
         master: Any = store_pb2_grpc.StoreMasterStub(channel)
-        await one.serve("p0", "d0")
+        await one.serve("p0", "p0.dp1", "d0")
         told = await failing(one.cordon("p0", pb.CORDON_STATE_DRAINING, "old"))
         assert isinstance(told, Unavailable) and "the store master does not know it" in told.message
-        assert (await one.reasons())["p0"] == "draining: old", "it gets no work all the same"
-        await master.Join(joining("p0"), timeout=TIMEOUT)
+        reasons = await one.reasons()
+        assert reasons["p0"] == reasons["p0.dp1"] == "draining: old", "no place gets work all the same"
+        assert not reasons["d0"]
+        for place in ("p0", "p0.dp1"):
+            await master.Join(joining(place), timeout=TIMEOUT)
 
         async def draining() -> list[str]:
             status = await master.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=TIMEOUT)
             return [s.member.store_id for s in status.stores if s.draining]
 
         assert await draining() == []
-        await one.cordon("p0", pb.CORDON_STATE_DRAINING, "old")
-        assert await draining() == ["p0"]
+        await one.cordon("p0.dp1", pb.CORDON_STATE_DRAINING, "old")
+        assert sorted(await draining()) == ["p0", "p0.dp1"], "what is said of a place holds for its instance"
         assert (await one.cordon("p0", pb.CORDON_STATE_UNSPECIFIED)).was == pb.CORDON_STATE_DRAINING
         assert await draining() == []
         await one.cordon("p0", pb.CORDON_STATE_CORDONED)
