@@ -243,6 +243,17 @@ class Runner:
         target is a source."""
         self._grouped().states.copy(group, sources, targets)
 
+    def keep_states(self, slots: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Returns copies of states, of each STATE group in the order of groups those in `slots[g]`, for
+        `put_back_states`."""
+        return self._grouped().states.kept(slots)
+
+    def put_back_states(
+        self, slots: Sequence[Sequence[int]], kept: Sequence[torch.Tensor], which: Sequence[int]
+    ) -> None:
+        """Makes the states in slots `slots[g][i]`, for each i of `which`, what they were when they were kept."""
+        self._grouped().states.put_back(slots, kept, which)
+
     def _grouped(self) -> GroupedAttention:
         if not isinstance(self.attention, GroupedAttention):
             raise InternalError("the runner has one tensor for all cache groups")
@@ -311,13 +322,15 @@ class Runner:
         on_layer: Callable[[int], None] | None = None,
         on_scores: Callable[[int, TokenScores], None] | None = None,
         on_late: Callable[[Callable[[], Chosen]], None] | None = None,
+        on_hidden: Callable[[torch.Tensor], None] | None = None,
     ) -> tuple[list[SampledToken | None], Chosen]:
         """Computes chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
         first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made.
         At a stage before the last, `on_late` gets what waits for the rows' tokens, and none are returned; without it
-        the step waits for them."""
+        the step waits for them. `on_hidden` gets what the last layer has made of the decode rows, `[rows, width]`, at
+        the last stage; such a step is not replayed from a graph."""
         if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -343,7 +356,7 @@ class Runner:
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
         if self.rounds is not None:
             self.rounds.begin(end)
-        if self.graphs is not None and not items:
+        if self.graphs is not None and not items and on_hidden is None:
             logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
             if logits is not None:
                 return [], self._choose(logits, ready)
@@ -352,6 +365,8 @@ class Runner:
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         if not self._stage.last:
             return [None] * len(items), self._passed_on(hidden, count, on_late)
+        if on_hidden is not None:
+            on_hidden(hidden[:count])
         bad = self._score(items, count, hidden, on_scores) if on_scores is not None else ()
         first, chosen = self._sample(list(wanted), count, len(items), hidden, ready)
         for i in bad:
@@ -429,11 +444,16 @@ class Runner:
         return rows.groups if isinstance(self.attention, GroupedAttention) else rows.pages
 
     def _plan(self, rows: DecodeBatch, items: Sequence[PrefillInput]) -> StepPlan:
+        lengths = rows.lengths
         if isinstance(self.attention, GroupedAttention):
             named = [GroupedSpan(item.start, len(item.token_ids), item.groups) for item in items]
-            return self.attention.plan_mixed(rows.groups, rows.positions, named)
+            if lengths is None:
+                return self.attention.plan_mixed(rows.groups, rows.positions, named)
+            return self.attention.plan_drafts(rows.groups, rows.positions, lengths, named)
         spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
-        return self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        if lengths is None:
+            return self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        return self.attention.plan_drafts(rows.pages, rows.positions, lengths, spans)
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)

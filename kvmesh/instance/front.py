@@ -34,6 +34,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.membership.evacuation import evacuate_node
+from kvmesh.membership.places import place_name
 from kvmesh.membership.registrar import Registrar
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
@@ -41,6 +42,7 @@ from kvmesh.ranks.devices import check_device, device_of
 from kvmesh.ranks.network import check_network
 from kvmesh.ranks.rendezvous import RendezvousStore
 from kvmesh.ranks.sizing import STEP_KEYS
+from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.ranks.turn_sockets import SECRET_BYTES
 from kvmesh.rpc.addresses import check_addresses, split_address
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -87,7 +89,7 @@ class Front:
         self.gauges = gauges or SummedGauges()
         self.role = role
         name = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
-        self.instance_id = f"{name}.dp{place}" if place else name
+        self.instance_id = place_name(name, place)
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
         self.together: Sequence[Front] = (self,)  # the fronts of all places on `dp`
@@ -217,6 +219,8 @@ class Front:
             device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
             cache_groups=c.cache_groups,
+            speculate=getattr(c, "speculate", NO_DRAFTS),  # of an instance that decodes
+            max_draft_tokens=getattr(c, "max_draft_tokens", 0),
         )
 
     def settled(self, config: Settled) -> Settled:

@@ -38,8 +38,8 @@ class RanksConfig(TransferConfig):
     ssd_path: str = field(
         default="",
         metadata={
-            "help": "Folder for the SSD tiers of instances that have one, each in a folder of its name; empty: instances "
-            "with an SSD tier are refused."
+            "help": "Folder for the SSD tiers of instances that have one, each in a folder of its name; empty: "
+            "instances with an SSD tier are refused."
         },
     )
     warm_segment: str = field(

@@ -149,6 +149,15 @@ class AttentionBackend(PagedMemory, ABC):
             return self.plan_prefill(spans)
         return MixedPlan(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
 
+    def plan_drafts(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
+    ) -> StepPlan:
+        """Plans as `plan_mixed` does a step in which request i has `lengths[i]` rows, in order, at positions that
+        follow each other. A plan writes the K and V of all tokens before any attends, so that each row, at its own
+        position, sees exactly those before it: nothing else is to be done unless a backend reads K and V of a request
+        once for all of its rows."""
+        return self.plan_mixed(pages, positions, spans)
+
     def step_tables(self, rows: int, width: int) -> StepTables:
         """Returns what decode steps of up to `rows` rows of `width` pages read when they are replayed. Only of a
         backend that is `capturable`."""

@@ -89,10 +89,10 @@ class StepProfiler:
     # ── while it runs ────────────────────────────────────────────────────────────────────────────
 
     def _timed_run(self, run: Callable[..., None]) -> Callable[..., None]:
-        def timed(prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
+        def timed(prefill: m.PrefillStep | None, between_layers: Callable[[], None], *told: Any) -> None:
             computed, timed_before = len(self._shapes), len(self._clock.pieces)
             start = time.perf_counter_ns()
-            run(prefill, between_layers)
+            run(prefill, between_layers, *told)
             end = time.perf_counter_ns()
             shapes = self._shapes[computed:]
             if not shapes:  # nothing was computed, or it failed
@@ -113,8 +113,8 @@ class StepProfiler:
         return timed
 
     def _seen_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(items: Sequence[PrefillInput], rows: DecodeBatch, *told: Any) -> Any:
-            answer = step(items, rows, *told)
+        def seen(items: Sequence[PrefillInput], rows: DecodeBatch, *told: Any, **named: Any) -> Any:
+            answer = step(items, rows, *told, **named)
             chunks = tuple((item.start, len(item.token_ids)) for item in items)
             sampled = len(rows.positions) + sum(item.sample is not None for item in items) if self._last else 0
             self._shapes.append(StepShape(tuple(rows.positions.tolist()), chunks, sampled))

@@ -287,6 +287,8 @@ class _Part:
 
     def _recover(self) -> SsdTier:
         """Opens an SSD tier. Raises ConfigError or OSError."""
+        if not Path(self._opening.path).is_absolute():
+            raise ConfigError("ssd_path='': this rank was told of no folder", field="ssd_path")
         config = ssd_config(self._opening)
         until = time.monotonic() + IN_USE_S
         while True:
