@@ -3,9 +3,9 @@
     python -m benchmarks.cpp_link [--mbit 0,8,2,1] [--tokens 1024] [--chunks 16] [--json FILE]     (as root, on Linux)
 
 Two ranks in two network namespaces compute over gloo, as benchmarks.cpp has it; between them lies a cable that lets
-through so many Mbit/s each way (tc's token bucket; 0: as fast as it is). A chunk is on the link for its bytes, `tokens x
-hidden_size x 4`, over the rate. gloo sends when the other end has asked, and a stage asks when it has computed the chunk
-before: so the prediction is that of a second stage which takes both times, one behind the other.
+through so many Mbit/s each way (tc's token bucket; 0: as fast as it is). A chunk is on the link for its bytes, tokens
+times `hidden_size` times 4, over the rate. gloo sends when the other end has asked, and a stage asks when it has
+computed the chunk before: the prediction is that of a second stage which takes both times, one behind the other.
 """
 
 from __future__ import annotations
