@@ -101,7 +101,7 @@ class InstanceConfig(TierConfig):
         default="",
         metadata={
             "help": "Along which axes rank processes share the model, in place of tensor_parallel: pp=4,tp=2 are four "
-            "stages of layers of two ranks each (docs/operate/pipelines.md); of a decode instance dp=2,ep=dp are two "
+            "stages of layers of two ranks each (docs/operate/pipelines.md); dp=2,ep=dp are two "
             "ranks with requests of their own that share experts (docs/operate/data-parallel.md)."
         },
     )
