@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import logging
+import os
 from pathlib import Path
 
 import pytest
