@@ -35,6 +35,20 @@ class RanksConfig(TransferConfig):
             "ranks compute with others; empty: as their front says."
         },
     )
+    ssd_path: str = field(
+        default="",
+        metadata={
+            "help": "Folder for the SSD tiers of instances that have one, each in a folder of its name; empty: "
+            "instances with an SSD tier are refused."
+        },
+    )
+    warm_segment: str = field(
+        default="",
+        metadata={
+            "help": "Folder in a tmpfs (/dev/shm/...), likewise for host memory that outlives its process; empty: "
+            "instances with such memory are refused."
+        },
+    )
     max_ranks: int = field(default=64, metadata={"help": "Rank processes at once, of all instances.", "min": 1})
 
     def __post_init__(self) -> None:

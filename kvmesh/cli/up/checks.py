@@ -97,6 +97,7 @@ def check_ranks(settings: MeshSettings) -> None:
             try:
                 check_shares(config, axes)
                 check_stages(config, axes)
+                axes.check_blocks(settings.block_tokens)
             except ConfigError as err:
                 why = err.message.partition(": ")[2]
                 text = f"{key}={getattr(settings, key)}: {why} in {served.path} (--{key.replace('_', '-')})"
