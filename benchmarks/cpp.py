@@ -65,14 +65,11 @@ def run_rank(rank: int, stages: int, path: Path, chunks: list[Chunk], slept: boo
     from kvmesh.engine.checkpoint import open_checkpoint
     from kvmesh.engine.parallel import RankMesh
     from kvmesh.engine.runner import PrefillInput, Runner, SampleParams, shard_layout
-    from kvmesh.engine.stages import stage_layers
 
     torch.set_num_threads(1)
     mesh = RankMesh(Axes(pp=stages), rank, str(folder / "meet"), timeout_s=60)
     checkpoint, tokens = open_checkpoint(path), sum(chunk.tokens for chunk in chunks)
-    layout = shard_layout(
-        checkpoint.config, "float32", BLOCK_TOKENS, layers=stage_layers(checkpoint.config, mesh.axes, rank)
-    )
+    layout = shard_layout(checkpoint.config, "float32", BLOCK_TOKENS, mesh.axes, rank)
     count = -(-tokens // BLOCK_TOKENS)
     pages = torch.zeros(count, *layout.shape)
     runner, prompt = (

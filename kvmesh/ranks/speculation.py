@@ -6,7 +6,7 @@ from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError
 
 NO_DRAFTS = "off"
-SPECULATE = (NO_DRAFTS, "ngram", "suffix")
+SPECULATE = (NO_DRAFTS, "ngram", "suffix", "mtp", "mtp+ngram")
 
 
 def check_speculation(speculate: str, axes: Axes) -> None:

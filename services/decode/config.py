@@ -78,7 +78,8 @@ class DecodeConfig(InstanceConfig):
         default=NO_DRAFTS,
         metadata={
             "help": "Guess tokens and verify several in one step (docs/howto/speculate.md): ngram copies from a "
-            "request's own text, suffix from answers to the same prompt, too; off: one token a step.",
+            "request's own text, suffix from answers to the same prompt, too; mtp asks the model's MTP head, mtp+ngram "
+            "takes the better guess of both; off: one token a step.",
             "choices": SPECULATE,
         },
     )

@@ -6,9 +6,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -77,6 +80,8 @@ class World:
 
     def __init__(self, a: Machine, b: Machine, folder: Path, stack: ExitStack) -> None:
         self.a, self.b, self._folder, self._stack = a, b, folder, stack
+        self._memory = Path(f"/dev/shm/kvmesh-test-{uuid.uuid4().hex}")
+        stack.callback(shutil.rmtree, self._memory, ignore_errors=True)
         make_certificates(folder / "tls", [a.address, b.address])
         known = (f"--conductor={a.address}:{CONDUCTOR}", f"--store={a.address}:{STORE}")
         self._model = (f"--model={MODEL}", "--dtype=float32", "--transports=tcp", "--block-tokens=16")
@@ -95,7 +100,7 @@ class World:
 
     def start_host(self) -> Service:
         host = self.b.address
-        args = (f"--host={host}", f"--port={RANKS}", f"--model={ROOT / MODEL}", "--transports=tcp")
+        args = (f"--host={host}", f"--port={RANKS}", f"--model={ROOT / MODEL}", "--transports=tcp", *self._kept("b"))
         made = Service(self.b, self._folder, "ranks", *args, clock=OTHER_CLOCK)
         self._stack.callback(made.end)
         return made
@@ -103,7 +108,16 @@ class World:
     def start_decode(self) -> Service:
         two = ("--tensor-parallel=2", f"--rank-hosts={self.b.address}:{RANKS}", "--rank-network=10.78.0.0/24")
         timeout = f"--rank-timeout-ms={TIMEOUT_MS}"
-        return self.start("decode", *self._model, f"--port={DECODE}", *self._known, *two, timeout)
+        more = ("--instance-id=decode-0", "--ssd-offload-percent=0", *self._kept("a"))
+        return self.start("decode", *self._model, f"--port={DECODE}", *self._known, *two, timeout, *more)
+
+    def _kept(self, host: str) -> tuple[str, str]:
+        """Where this host keeps blocks that outlive processes."""
+        return f"--ssd-path={self._folder / f'ssd-{host}'}", f"--warm-segment={self._memory / host}"
+
+    def written(self, folder: str) -> bool:
+        """Whether blocks lie in this folder of a disk."""
+        return sum(path.stat().st_blocks for path in (self._folder / folder).glob("*") if path.is_file()) > 100
 
     def ready(self) -> None:
         """Waits until the gateway serves, and the decode instance has its rank on B."""
@@ -161,6 +175,7 @@ def test_tokens_are_those_of_one_rank(world: World) -> None:
     world.ready()
     world.check()
     world.check()  # its blocks lie at both ranks
+    until(lambda: all(map(world.written, ("ssd-a/rank-0", "ssd-b/decode-0/rank-1"))), "blocks on both disks")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +214,8 @@ def test_an_instance_ends_as_one(world: World, what: str, cause: str) -> None:
     world.decode = world.start_decode()
     world.ready()
     world.check()
+    back = re.findall(r"warm segment: (\d+) of \d+ blocks are here again", world.decode.log.read_text()[len(begun) :])
+    assert back and int(back[0]), "each host has kept its part of the blocks"
 
 
 def busy(pid: int) -> bool:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from kvmesh.engine.axes import Axes
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.models.experts import Experts
-from kvmesh.engine.parallel import Group, share
+from kvmesh.engine.parallel import Group, RankMesh, share
 from kvmesh.engine.weights import Weights
 
 MOST_PADDED = 256  # tokens of a step at one rank, up to which dummy rows cost less than counts that the host reads
@@ -154,15 +154,23 @@ def exchanged(own: Experts, weights: Weights) -> Experts:
     """Returns what a layer calls where `own` are this rank's experts."""
     experts = weights.config.experts
     assert experts is not None
-    exchanges = "dp" in weights.mesh.axes.ep and weights.mesh.group("dp").size > 1
-    return ExchangedExperts(own, weights, experts) if exchanges else own
+    return ExchangedExperts(own, weights, experts) if exchanges(weights.mesh) else own
 
 
-def share_rounds(blocks: Sequence[ExchangedExperts]) -> StepRounds | None:
-    """Has all layers' experts take part in the same rounds. Returns these; None where there are no such layers."""
+def exchanges(mesh: RankMesh) -> bool:
+    """Returns whether the ranks' experts lie over several places on `dp`."""
+    return "dp" in mesh.axes.ep and mesh.group("dp").size > 1
+
+
+def share_rounds(blocks: Sequence[ExchangedExperts], mesh: RankMesh, device: torch.device) -> StepRounds | None:
+    """Has all layers' experts take part in the same rounds. Returns these; None where no rank's experts lie over
+    places. A stage of a pipeline whose layers have no experts takes part too: its leader sets the turns of all."""
+    if not exchanges(mesh):
+        return None
+    rounds = StepRounds(mesh.group("dp"), device)
     for block in blocks:
-        block.rounds = blocks[0].rounds
-    return blocks[0].rounds if blocks else None
+        block.rounds = rounds
+    return rounds
 
 
 def owners_along_dp(experts: int, axes: Axes, rank: int) -> list[int]:

@@ -103,6 +103,7 @@ class Steps:
         self._ended_ns = 0
         self._speculator = speculator
         self._share = StepShare()
+        self._wants_hidden = speculator is not None and speculator.needs_hidden
         self._variants = RowVariants(speculator.most if speculator is not None else 0)
 
     @property
@@ -187,6 +188,8 @@ class Steps:
         rows, roles = len(batch.positions), self.rows.live_roles()
         named: list[GroupTables] | None = None
         late: list[Callable[[], Chosen]] = []
+        hidden: list[torch.Tensor] = []
+        handles = self.rows.handles() if decode and self._wants_hidden else ()
         on_late = late.append if len(self.batches.all) > 1 else None
         self._pusher.step_begins(pushed)
         try:
@@ -197,7 +200,8 @@ class Steps:
             # Ranks of experts may compute prompts of others in this step.
             written = on_layer if items or self._runner.rounds is not None else None
             inputs = self._inputs(items, named)
-            first, chosen = self._runner.step(inputs, batch, written, wanted, on_late)
+            on_hidden = hidden.append if handles else None
+            first, chosen = self._runner.step(inputs, batch, written, wanted, on_late, on_hidden)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])
                 self._snapshots.save_at_borders(batch.positions + 1, roles)
@@ -236,7 +240,8 @@ class Steps:
                 for item, token in answers
                 if token.token_id >= 0
             )
-            self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores)))
+            busy = self._runner.busy(end)
+            self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores), *busy))
         if late:
             self._await_tokens(self.rows, late[0])
         elif rows:
@@ -256,7 +261,8 @@ class Steps:
             self._send(m.DecodeStepDone(start, end, rows + others, context, tokens, beside, since_ns=since))
             self._rows_lost(lost, faults)
             if self._speculator is not None:
-                self._tell_drafters(tokens, end - start if step is None else 0)
+                behind = dict(zip(handles, hidden[0].split(1), strict=True)) if hidden else {}
+                self._tell_drafters(tokens, end - start if step is None else 0, behind)
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────
 
@@ -280,7 +286,7 @@ class Steps:
         states = self._snapshots.keep(drafted)
         self._pusher.step_begins(())
         try:
-            wanted = hidden.append if self._speculator.needs_hidden else None
+            wanted = hidden.append if self._wants_hidden else None
             _, chosen = self._runner.step((), step.batch, on_hidden=wanted)
             made = sampled_at(chosen, step.firsts, drafts)
             if states is not None:
@@ -354,14 +360,15 @@ class Steps:
             again.append(PrefillInput(tokens, int(batch.positions[row]), groups=groups))
         self._runner.step(again, NOBODY)
 
-    def _tell_drafters(self, tokens: Sequence[m.Token], took_ns: int) -> None:
-        """Tells of the tokens of a step without drafts, one a row; `took_ns` 0: its time says nothing."""
+    def _tell_drafters(self, tokens: Sequence[m.Token], took_ns: int, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Tells of the tokens of a step without drafts, one a row, and of the target's `hidden [1, width]` of each row
+        where they are known; `took_ns` 0: its time says nothing."""
         assert self._speculator is not None
         for token in tokens:
             if token.finish:
                 self._forget_drafts(token.handle)
             else:
-                self._speculator.extend(token.handle, (token.token_id,))
+                self._speculator.extend(token.handle, (token.token_id,), hidden.get(token.handle))
         if took_ns:
             self._share.add(len(tokens), took_ns)
 
@@ -456,7 +463,7 @@ class Steps:
             self._send(m.DecodeStepDone(start, end, len(rows.handles), context, made.tokens, held=held))
             self._rows_lost(made.bad, faults)
             if self._speculator is not None:
-                self._tell_drafters(made.tokens, end - start)
+                self._tell_drafters(made.tokens, end - start, {})
         for message in over:
             self._send(message)
 

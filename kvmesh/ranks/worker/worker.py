@@ -17,6 +17,7 @@ from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.stages import stage_layers
+from kvmesh.engine.work import chunk_products
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
@@ -39,7 +40,7 @@ from kvmesh.ranks.worker.device import (
     num_extents,
 )
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
-from kvmesh.ranks.worker.drafters import speculator_of
+from kvmesh.ranks.worker.drafters import speculator_of, wants_mtp
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
@@ -79,7 +80,7 @@ class Worker:
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
         self._shapes = group_shapes(config, torch_dtype(dtype), block, tp, axes.tp, layers) if setup.grouped else ()
-        whole = shard_layout(config, dtype, block, tp, axes.tp, layers)
+        whole = shard_layout(config, dtype, block, axes, configure.rank)
         self.layout = self._shapes[0].layout if self._shapes else whole
         pages = (
             setup.choose_group_pages(self._shapes, self._checkpoint)
@@ -94,7 +95,9 @@ class Worker:
             device = trial.device if isinstance(trial, torch.Tensor) else trial[0].device
             self._mesh = _mesh(configure, device, store)
             cut = cast(ExpertsCut, configure.experts_cut)
-            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut)
+            self._runner = Runner(
+                self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut, mtp=wants_mtp(configure)
+            )
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
             self._mesh.connect(LOAD_PATIENCE_S)
@@ -132,7 +135,7 @@ class Worker:
         self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
-        self.tiers = TierWorker(self._extent_region, send)
+        self.tiers = TierWorker(self._extent_region, send, configure.ssd_path)
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
@@ -145,7 +148,7 @@ class Worker:
             begin,
             kept,
             grammars=self.grammars,
-            speculator=speculator_of(configure, any(is_state(group) for group in kept)),
+            speculator=speculator_of(configure, any(is_state(group) for group in kept), self._runner),
         )
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
@@ -192,6 +195,7 @@ class Worker:
         limit = config.max_context_tokens
         limit = limit if self._longest is None else min(limit, self._longest)
         wanted = self._configure.max_context_tokens
+        token_products, pair_products = chunk_products(config)
         return m.Ready(
             engine_name=self.engine.name,
             descriptor=self.engine.local_descriptor().encode(),
@@ -218,6 +222,8 @@ class Worker:
             steps=self._configure.steps,
             settings=self._settings,
             groups=tuple(self._group_memory(number) for number in range(len(self._shapes))),
+            token_products=token_products,
+            pair_products=pair_products,
         )
 
     def _group_memory(self, number: int) -> m.GroupMemory:
@@ -441,7 +447,8 @@ def _mesh(configure: m.Configure, device: torch.device, store: StoreCaller | Non
 def _part(shape: ShardLayout) -> str:
     """Returns a layout in words."""
     dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
-    return f"{dims} L{shape.first_layer} H{shape.first_head}"
+    turn = f" T{shape.turn}/{shape.turns}" if shape.turns > 1 else ""
+    return f"{dims} L{shape.first_layer} H{shape.first_head}{turn}"
 
 
 def open_memory(
