@@ -42,7 +42,7 @@ from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.devices import check_device, device_of
 from kvmesh.ranks.network import check_network
 from kvmesh.ranks.rendezvous import RendezvousStore
-from kvmesh.ranks.sizing import STEP_KEYS
+from kvmesh.ranks.sizing import STEP_KEYS, choose_order
 from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.ranks.turn_sockets import SECRET_BYTES
 from kvmesh.rpc.addresses import check_addresses, split_address
@@ -585,6 +585,7 @@ def check_config(config: InstanceConfig) -> None:
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     device_of(config.device, 0, config.axes.world)
+    choose_order(config.async_steps, config.device, config.axes.world)
     try:
         config.axes.check_blocks(config.block_tokens)
     except ConfigError as error:
