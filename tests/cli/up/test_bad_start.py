@@ -177,7 +177,7 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
         ("--decode-tp=3", "decode_tp=3: must divide num_attention_heads=4 in "),
         ("--coupled-tp=2", "coupled_tp=2: there are no coupled instances: give --coupled as well"),
         ("--prefill-mesh=pp=3", "prefill_mesh=pp=3: must divide the model's "),
-        ("--decode-mesh=cp=3", "decode_mesh=cp=3: must divide block_tokens=64 in "),
+        ("--decode-mesh=tp=2,dcp=2", "decode_mesh=tp=2,dcp=2: must divide the 1 of tp=2 ranks that have the same KV"),
         ("--decode-mesh=cp=2,interleave=1", "decode_mesh='cp=2,interleave=1': an instance keeps what a rank has of a "),
         ("--memory-mb=-1", "memory_mb='-1' (from --memory-mb): must be at least 0"),
         ("--prefill-tp=0", "prefill_tp='0' (from --prefill-tp): must be at least 1"),
