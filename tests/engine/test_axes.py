@@ -85,7 +85,5 @@ def test_ranks_that_share_contexts_have_equal_parts_of_a_block() -> None:
     Axes(cp=2, tp=4, dcp=2).check_blocks(16)
     with pytest.raises(ConfigError, match="cp=3 times dcp=2: must divide block_tokens=64"):
         Axes(cp=3, tp=2, dcp=2).check_blocks(64)
-    with pytest.raises(
-        ConfigError, match="mesh='cp=2,interleave=1': an instance keeps what a rank has"
-    ):
+    with pytest.raises(ConfigError, match="mesh='cp=2,interleave=1': an instance keeps what a rank has"):
         Axes.of_settings("cp=2,interleave=1", 1, "mesh", "tensor_parallel")
