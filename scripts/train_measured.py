@@ -79,7 +79,8 @@ def rotate(x: Tensor) -> Tensor:
     inv = THETA ** (-torch.arange(0, ROTATED, 2).float() / ROTATED)
     angles = torch.outer(torch.arange(x.shape[-2]).float(), inv)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second, rest = x.split([ROTATED // 2, ROTATED // 2, HEAD_DIM - ROTATED], -1)
+    half = ROTATED // 2
+    first, second, rest = x[..., :half], x[..., half:ROTATED], x[..., ROTATED:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 

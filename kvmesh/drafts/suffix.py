@@ -62,7 +62,8 @@ class SuffixTree:
     def continued(self, last: Sequence[int], count: int) -> tuple[list[int], int]:
         """Returns up to `count` tokens that came most often after the longest suffix of `last` that has a
         continuation, and that suffix's length. Of equally frequent tokens the smaller id is taken."""
-        text, made, match = list(last[-(self._depth - 1) :]), [], 0
+        text, match = list(last[-(self._depth - 1) :]), 0
+        made: list[int] = []
         while len(made) < count:
             node, length = self._deepest(text)
             if node is None:

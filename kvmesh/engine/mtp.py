@@ -35,6 +35,7 @@ class _Row:
     pages: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
+    gap: bool = False  # the row's last token is not among them
 
 
 class MtpDrafter:
@@ -65,14 +66,17 @@ class MtpDrafter:
         self._rows[handle] = _Row()
 
     def extend(self, handle: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
-        """As of `Drafter`; `hidden` is before the final norm. A row begins anew behind tokens of which it is not
-        known."""
+        """As of `Drafter`; `hidden` is before the final norm. Tokens of which it is not known are left out of the
+        head's sight: for it the ones behind them follow on those before."""
         row = self._rows[handle]
-        if hidden is None or len(row.tokens) + len(tokens) > MOST_WAITING:
-            self._begin_anew(row)
-        if hidden is not None:
-            row.tokens += tokens[-MOST_WAITING:]
-            row.hidden.append(hidden[-MOST_WAITING:].clone())  # the step's tensor goes
+        row.gap = hidden is None
+        if hidden is None:
+            return
+        if len(row.tokens) + len(tokens) > MOST_WAITING:
+            self._free += row.pages
+            row.end, row.pages, row.tokens, row.hidden = 0, [], [], []
+        row.tokens += tokens[-MOST_WAITING:]
+        row.hidden.append(hidden[-MOST_WAITING:].clone())  # the step's tensor goes
 
     def end(self, handle: int) -> None:
         row = self._rows.pop(handle, None)
@@ -81,7 +85,7 @@ class MtpDrafter:
 
     @torch.inference_mode()
     def propose(self, handles: Sequence[int], most: Sequence[int]) -> list[Draft]:
-        """As of `Drafter`; rows that have no token waiting, or find no page, get none."""
+        """As of `Drafter`; rows whose last token is not known, or that find no page, get none."""
         drafts, count = [NO_DRAFT] * len(handles), max(most)
         ready = [at for at, handle in enumerate(handles) if self._make_room(self._rows[handle], count)]
         if not ready:
@@ -124,14 +128,10 @@ class MtpDrafter:
 
         return self.head(token_ids, hidden, plan.positions, attend)
 
-    def _begin_anew(self, row: _Row) -> None:
-        self._free += row.pages
-        row.end, row.pages, row.tokens, row.hidden = 0, [], [], []
-
     def _make_room(self, row: _Row, count: int) -> bool:
         """Gives the row pages for the tokens that wait and for those drafted behind them; it loses those that it has
         where these are too few. Says whether it can be stepped."""
-        if not row.tokens:
+        if not row.tokens or row.gap:
             return False
         if not self._reserve(row, row.end + len(row.tokens) + count - 1):
             self._free += row.pages

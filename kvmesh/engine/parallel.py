@@ -28,7 +28,7 @@ from torch.nn import functional
 from kvmesh.engine.axes import NAMES, Axes
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.config_experts import ExpertsConfig
-from kvmesh.errors import ConfigError, InternalError
+from kvmesh.errors import ConfigError, InternalError, RanksLost
 
 CPU = torch.device("cpu")
 MLP_AXES = (
@@ -92,10 +92,6 @@ class Group:
 
 
 SOLO = Group()
-
-
-class RanksLost(RuntimeError):
-    """Another rank died or did not come in time: this one is in the middle of a step that nobody can finish."""
 
 
 # The ranks of an instance on one machine stay on it. NCCL's calls return before they are done, so nobody hears in the

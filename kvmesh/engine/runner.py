@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
-from kvmesh.engine.attention.by_context import ContextAttention, ContextPlan
+from kvmesh.engine.attention.by_context import ContextAttention
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.axes import Axes
@@ -140,7 +140,7 @@ class Runner:
         self.config = checkpoint.config
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
-        self._layers = stage_layers(self.config, mesh.axes, mesh.rank)
+        self.stage_layers = stage_layers(self.config, mesh.axes, mesh.rank)  # the layers of the model that it has
         self.layout = shard_layout(self.config, dtype, block_tokens, mesh.axes, mesh.rank)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
@@ -158,7 +158,7 @@ class Runner:
         self._stage = self.model.stage
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
-            self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
+            self.expert_counts = count_choices(self.model.layers, experts, self.device, self.stage_layers.start)
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
         self._exchanged = exchanged_experts(self.model.layers)
         if self.mtp is not None and exchanged_experts([self.mtp.layer]):
@@ -185,7 +185,7 @@ class Runner:
             [pages] = pages
         self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
-            self.attention = self._backend(pages, range(len(self._layers)))
+            self.attention = self._backend(pages, range(len(self.stage_layers)))
             if self.mesh.group("cp", "dcp").size > 1:
                 self.attention = ContextAttention(self.attention, self.mesh)
         else:
@@ -228,12 +228,12 @@ class Runner:
     def shapes(self) -> tuple[GroupShape, ...]:
         """What this rank keeps of each cache group."""
         tp = self.mesh.tp
-        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self._layers)
+        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self.stage_layers)
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The model's cache groups with this rank's layers, which count from its first."""
-        return stage_groups(self.config.cache_groups, self._layers)
+        return stage_groups(self.config.cache_groups, self.stage_layers)
 
     def zero_slots(self, group: int, slots: Sequence[int]) -> None:
         """Makes the states of a STATE group in these slots those of no token, before the first step of whoever has
@@ -244,6 +244,17 @@ class Runner:
         """Copies states of a STATE group between two steps: a snapshot into a row's slot, or the other way round. No
         target is a source."""
         self._grouped().states.copy(group, sources, targets)
+
+    def keep_states(self, slots: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Returns copies of states, of each STATE group in the order of groups those in `slots[g]`, for
+        `put_back_states`."""
+        return self._grouped().states.kept(slots)
+
+    def put_back_states(
+        self, slots: Sequence[Sequence[int]], kept: Sequence[torch.Tensor], which: Sequence[int]
+    ) -> None:
+        """Makes the states in slots `slots[g][i]`, for each i of `which`, what they were when they were kept."""
+        self._grouped().states.put_back(slots, kept, which)
 
     def _grouped(self) -> GroupedAttention:
         if not isinstance(self.attention, GroupedAttention):
@@ -317,13 +328,15 @@ class Runner:
         on_layer: Callable[[int], None] | None = None,
         on_scores: Callable[[int, TokenScores], None] | None = None,
         on_late: Callable[[Callable[[], Chosen]], None] | None = None,
+        on_hidden: Callable[[torch.Tensor], None] | None = None,
     ) -> tuple[list[SampledToken | None], Chosen]:
         """Computes chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
         first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made.
         At a stage before the last, `on_late` gets what waits for the rows' tokens, and none are returned; without it
-        the step waits for them."""
+        the step waits for them. `on_hidden` gets what the last layer has made of the decode rows, `[rows, width]`, at
+        the last stage; such a step is not replayed from a graph."""
         if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -347,7 +360,7 @@ class Runner:
         if not self._stage.last:
             params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
-        graphs, size = self.graphs if not items else None, None
+        graphs, size = self.graphs if not items and on_hidden is None else None, None
         if self.rounds is not None:
             self.rounds.begin(end, graphs is not None and graphs.holds(self._tables(rows)))
             size = self.rounds.replayed
@@ -360,6 +373,8 @@ class Runner:
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         if not self._stage.last:
             return [None] * len(items), self._passed_on(hidden, count, on_late)
+        if on_hidden is not None:
+            on_hidden(hidden[:count])
         bad = self._score(items, count, hidden, on_scores) if on_scores is not None else ()
         first, chosen = self._sample(list(wanted), count, len(items), hidden, ready)
         for i in bad:
@@ -430,7 +445,7 @@ class Runner:
         if logits is None:
             plan = self._plan(rows, ())
             attend = _attend(plan, None)
-            if isinstance(plan, ContextPlan) and plan.own is not None:
+            if plan.own is not None:
                 hidden = self._hidden_of_own(tokens, plan, attend)
             else:
                 hidden = self.model.hidden(tokens, plan.positions, attend)
@@ -441,21 +456,26 @@ class Runner:
         return rows.groups if isinstance(self.attention, GroupedAttention) else rows.pages
 
     def _plan(self, rows: DecodeBatch, items: Sequence[PrefillInput]) -> StepPlan:
+        lengths = rows.lengths
         if isinstance(self.attention, GroupedAttention):
             named = [GroupedSpan(item.start, len(item.token_ids), item.groups) for item in items]
-            return self.attention.plan_mixed(rows.groups, rows.positions, named)
+            if lengths is None:
+                return self.attention.plan_mixed(rows.groups, rows.positions, named)
+            return self.attention.plan_drafts(rows.groups, rows.positions, lengths, named)
         spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
-        return self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        if lengths is None:
+            return self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        return self.attention.plan_drafts(rows.pages, rows.positions, lengths, spans)
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
-        if isinstance(plan, ContextPlan) and plan.own is not None:
+        if plan.own is not None:
             return self._hidden_of_own(token_ids, plan, attend)
         hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
         return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
 
     def _hidden_of_own(
-        self, token_ids: torch.Tensor, plan: ContextPlan, attend: Callable[..., torch.Tensor]
+        self, token_ids: torch.Tensor, plan: StepPlan, attend: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Computes those of the step's tokens that are this rank's, and gathers all of them over cp."""
         assert self.shared_tokens is not None and plan.own is not None and plan.back is not None

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,7 +79,7 @@ class StageClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._events: list[torch.cuda.Event] = []  # where the step begins, has come, and is computed
+        self._events: list[Any] = []  # where the step begins, has come, and is computed
         self._marks = [0, 0, 0]
 
     def mark(self, place: int) -> None:
@@ -89,7 +89,8 @@ class StageClock:
         self._marks[place:] = [now] * (3 - place)
         if self._cuda:
             if not self._events:
-                self._events = [torch.cuda.Event(enable_timing=True) for _ in self._marks]
+                event: Any = torch.cuda.Event
+                self._events = [event(enable_timing=True) for _ in self._marks]
             for event in self._events[place:]:
                 event.record()
 

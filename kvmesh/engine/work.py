@@ -172,6 +172,23 @@ def _widths(own: ModelConfig) -> _Widths:
     )
 
 
+def of_stage(own: ModelConfig, layers: range) -> ModelConfig:
+    """Returns the configuration of the model as if a stage's layers were all of them: what `work_of` counts of it."""
+    experts, delta = own.experts, own.delta
+    return replace(
+        own,
+        layers=len(layers),
+        windows=own.windows[layers.start : layers.stop],
+        chunks=own.chunks[layers.start : layers.stop],
+        experts=None if experts is None else replace(experts, layers=_within(experts.layers, layers)),
+        delta=None if delta is None else replace(delta, layers=_within(delta.layers, layers)),
+    )
+
+
+def _within(numbers: Iterable[int], layers: range) -> tuple[int, ...]:
+    return tuple(number - layers.start for number in numbers if number in layers)
+
+
 def work_of(
     own: ModelConfig, itemsize: int, shape: StepShape, *, ranks: int = 1, words: int = 0
 ) -> dict[str, FunctionWork]:

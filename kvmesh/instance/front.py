@@ -20,6 +20,7 @@ from kvmesh.blockservice.partitions import OnePartition, Partition, Partitions, 
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
+from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
@@ -32,6 +33,7 @@ from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
+from kvmesh.kvcache.whole_blocks import whole_blocks
 from kvmesh.membership.evacuation import evacuate_node
 from kvmesh.membership.places import place_name
 from kvmesh.membership.registrar import Registrar
@@ -41,6 +43,7 @@ from kvmesh.ranks.devices import check_device, device_of
 from kvmesh.ranks.network import check_network
 from kvmesh.ranks.rendezvous import RendezvousStore
 from kvmesh.ranks.sizing import STEP_KEYS, choose_order
+from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.ranks.turn_sockets import SECRET_BYTES
 from kvmesh.rpc.addresses import check_addresses, split_address
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -217,6 +220,8 @@ class Front:
             device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
             cache_groups=c.cache_groups,
+            speculate=getattr(c, "speculate", NO_DRAFTS),  # of an instance that decodes
+            max_draft_tokens=getattr(c, "max_draft_tokens", 0),
         )
 
     def settled(self, config: Settled) -> Settled:
@@ -274,8 +279,6 @@ class Front:
         slots = sum(partition.store.total for partition in partitions.all())
         if c.warm_segment:
             self._warm = WarmMemory(c.warm_segment, self.ranks, slots, self.incarnation)
-        # A pool node has one rank: it puts objects of cache groups together from any cut, whole blocks it does not.
-        offloads = len(self.ranks) == 1 or self._grouped is not None
         self.blocks = BlockService(
             lambda: self.ref,
             self.ranks,
@@ -285,7 +288,7 @@ class Front:
             transports=c.transport_list,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
-            offload_percent=c.offload_percent if offloads else 100,
+            offload_percent=c.offload_percent,
             tiers=c.tiers(),
             returning=self._warm.candidates if self._warm is not None else None,
             gauges=self.gauges,
@@ -303,7 +306,9 @@ class Front:
             return self._grouped.partitions(store)
         readies = [rank.ready for rank in self.ranks]
         bases = tuple(ready.extent_base_offset for ready in readies)
-        return OnePartition(Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards))
+        shards, size = self.shards, readies[0].shard_bytes
+        whole = whole_blocks(readies[0].layout, shards) if len(shards) > 1 else None
+        return OnePartition(Partition(layout_tag(readies), size, store, bases, shards, whole=whole))
 
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
         if isinstance(message, m.StoreCall):
@@ -434,6 +439,7 @@ class Front:
             switchable=switchable,
             prefill_size_weight=prefill_size_weight,
             prefill_tenant_fairness=prefill_tenant_fairness,
+            axes=axes_pb(self.config.axes),
         )
         if blocks is not None:
             blocks.start(self._registrar)
@@ -602,6 +608,13 @@ def check_config(config: InstanceConfig) -> None:
     ):
         if getattr(config, key) < 0:
             raise _bad(key, getattr(config, key), "not negative")
+
+
+def axes_pb(axes: Axes) -> pb_conductor.InstanceAxes | None:
+    """Returns what the conductor is told of the axes; None of one rank."""
+    if axes.world == 1:
+        return None
+    return pb_conductor.InstanceAxes(dp=axes.dp, pp=axes.pp, cp=axes.cp, tp=axes.tp, dcp=axes.dcp, ep=axes.ep)
 
 
 def check_hosts(config: InstanceConfig) -> None:

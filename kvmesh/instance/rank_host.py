@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import subprocess
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from kvmesh.instance.rank_host_config import RanksConfig
 from kvmesh.instance.rank_lending import RankLender, gpu_memory, memory_for_ranks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankProcess, rank_env, rank_socket, start_process
+from kvmesh.ranks.front_port import FrontPort
 from kvmesh.ranks.ipc import HEADER, MAX_FRAME_BYTES, frame
 from kvmesh.ranks.network import find_interface
 from kvmesh.rpc import protocol
@@ -44,7 +44,7 @@ STOP_GRACE_S = 0.5
 REAP_S = 2.0
 MOST_THREADS = 1024
 RETRY_AFTER_MS = 1_000
-HELD_BYTES = 4 << 20  # read from the ranks of a stream and not taken by its front: then they are not read
+HELD_BYTES = 4 << 20  # read from a rank and not taken by its front: then it is not read any further
 ENDS_KEPT, NAME_KEPT = 16, 256
 ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -77,7 +77,7 @@ async def run(config: RanksConfig, stop: asyncio.Event, started: Callable[[dict[
 
 class HostedRank:
     """Owns one rank process and the socket to it, for a front elsewhere. `prepare` sets in its Configure what belongs
-    to this machine; `news` is called when `taken` or `ended` have something new."""
+    to this machine; `news` is called when `take` or `ended` have something new."""
 
     def __init__(
         self, rank: int, threads: int, prepare: Callable[[m.Configure], m.Configure], news: Callable[[], None]
@@ -85,7 +85,7 @@ class HostedRank:
         self.rank, self.ended = rank, ""
         self._prepare, self._news = prepare, news
         self._first: bytearray | None = bytearray()  # the first frame, while it comes
-        self._out, self.taken = bytearray(), bytearray()
+        self._taken = bytearray()
         self._loop = asyncio.get_running_loop()
         ours, theirs = rank_socket()
         try:
@@ -95,9 +95,7 @@ class HostedRank:
             raise
         finally:
             theirs.close()
-        ours.setblocking(False)
-        self._sock: socket.socket | None = ours
-        self.resume()
+        self._port = FrontPort(ours, self._came, self._closed)
 
     @property
     def pid(self) -> int:
@@ -111,14 +109,16 @@ class HostedRank:
             if not data:
                 return
             self._first = None
-        if self._sock is None:
-            return
-        if len(self._out) > MAX_FRAME_BYTES:
+        if self._port.queued > MAX_FRAME_BYTES:
             self.kill("takes no messages")
             return
-        if not self._out:
-            self._loop.add_writer(self._sock, self._writable)
-        self._out += data
+        self._port.send(data)
+
+    def take(self) -> bytes:
+        """Returns what the rank has sent since the last call."""
+        taken, self._taken = bytes(self._taken), bytearray()
+        self._port.resume()
+        return taken
 
     def _configured(self, first: bytearray) -> bytes:
         """Returns what has come once the first frame is whole, with this machine's settings; b"" before."""
@@ -138,46 +138,14 @@ class HostedRank:
             raise InvalidRequest(f"frames: the first message is not the Configure of rank {self.rank}", field="frames")
         return frame(self._prepare(message)) + bytes(first[end:])
 
-    def resume(self) -> None:
-        """Reads from the rank (again)."""
-        if self._sock is not None:
-            self._loop.add_reader(self._sock, self._readable)
+    def _came(self, data: bytes) -> None:
+        self._taken += data
+        if len(self._taken) > HELD_BYTES:
+            self._port.pause()
+        self._news()
 
-    def pause(self) -> None:
-        """Leaves what the rank says in its socket, where it waits in turn."""
-        if self._sock is not None:
-            self._loop.remove_reader(self._sock)
-
-    def _writable(self) -> None:
-        assert self._sock is not None
-        try:
-            sent = self._sock.send(self._out)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._closed()
-            return
-        del self._out[:sent]
-        if not self._out:
-            self._loop.remove_writer(self._sock)
-
-    def _readable(self) -> None:
-        assert self._sock is not None
-        try:
-            data = self._sock.recv(PIECE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            self.taken += data
-            self._news()
-        else:
-            self._closed()
-
-    def _closed(self) -> None:
+    def _closed(self, _: str) -> None:
         """The rank has closed its socket: the kernel does so a moment before the process is gone."""
-        self._detach()
         self._loop.create_task(self._reap(), name=f"end of rank {self.rank}")
 
     async def _reap(self) -> None:
@@ -198,20 +166,13 @@ class HostedRank:
         """Ends the process now."""
         self.ended = self.ended or why
         self._process.kill()
-        self._detach()
+        self._port.close()
         self._news()
-
-    def _detach(self) -> None:
-        if self._sock is not None:
-            self._loop.remove_reader(self._sock)
-            self._loop.remove_writer(self._sock)
-            self._sock.close()
-            self._sock = None
 
     async def close(self) -> None:
         """Kills the process and waits until it is gone."""
         self._process.kill()
-        self._detach()
+        self._port.close()
         await asyncio.to_thread(self._waited, REAP_S)
 
 
@@ -224,7 +185,7 @@ class HostedRanks:
         self.why = ""
         self._silence_s = hello.silence_ms / 1000
         self._heard_at = time.monotonic()
-        self._beat_due, self._paused = True, False
+        self._beat_due = True
         self._told: set[int] = set()
         self._ranks: dict[int, HostedRank] = {}
         try:
@@ -269,9 +230,9 @@ class HostedRanks:
             self._beat_due = False
             events.append(ranks_pb2.RankHostEvent(beat=ranks_pb2.RankHostBeat(host_ns=time.monotonic_ns())))
         for number, rank in self._ranks.items():
-            data, rank.taken = rank.taken, bytearray()
+            data = rank.take()
             for at in range(0, len(data), PIECE_BYTES):
-                piece = ranks_pb2.RankFrames(rank=number, data=bytes(data[at : at + PIECE_BYTES]))
+                piece = ranks_pb2.RankFrames(rank=number, data=data[at : at + PIECE_BYTES])
                 events.append(ranks_pb2.RankHostEvent(frames=piece))
             if rank.ended and number not in self._told:
                 self._told.add(number)

@@ -502,6 +502,8 @@ class Configure(Message, frozen=True):
     # Whether a model that has several cache groups, or one that does not keep all, is served group by group: Ready says
     # its `groups`, and every message that names pages or extents must name them by group.
     cache_groups: bool = False
+    speculate: str = "off"  # which drafts are verified (kvmesh.ranks.speculation)
+    max_draft_tokens: int = 0
     mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them
 
 
@@ -724,6 +726,7 @@ class Join(Message, frozen=True):
     sampling: Sampling
     history: TokenHistory | None = None  # up to `next_token`; None: nothing asks for it
     groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    said: TokenHistory | None = None  # up to `next_token`, for drafts; None: it gets none
 
 
 class Grant(Message, frozen=True):
@@ -914,6 +917,8 @@ class DecodeStepDone(Message, frozen=True):
     prefill_tokens: int = 0  # of prompts, computed in the same step
     held: tuple[int, ...] = ()
     since_ns: int = 0
+    # Of each drafter by name: how many tokens this step has computed as its drafts, and how many of them were kept.
+    drafts: tuple[tuple[str, int, int], ...] = ()
 
 
 class Stalled(Message, frozen=True):

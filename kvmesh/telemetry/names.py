@@ -333,6 +333,10 @@ DECODE_STEP = _histogram("decode_step_seconds", "One engine step.", _STEP)
 DECODE_BATCH = _histogram("decode_batch_requests", "Requests in a step.", _BATCH)
 DECODE_CONTEXT_TOKENS = _gauge("decode_context_tokens", "Tokens of KV that a step reads.")
 DECODE_OUTPUT_TOKENS = _counter("decode_output_tokens_total", "Tokens made.")
+DECODE_DRAFT_TOKENS = _counter("decode_draft_tokens_total", "Tokens computed as drafts.", "drafter")
+DECODE_ACCEPTED_DRAFT_TOKENS = _counter(
+    "decode_accepted_draft_tokens_total", "Tokens that were foreseen by drafts.", "drafter"
+)
 DECODE_PREEMPTIONS = _counter("decode_preemptions_total", "Requests whose KV went back to the host segment.")
 # state: total, free
 DECODE_PAGES = _gauge("decode_pages_count", "Device pages, by cache group.", "state", "group")

@@ -165,6 +165,7 @@ class ConductorState:
             breaker=self._breakers.why_not(i.ref.life, now),
             tbt_s=i.decode.predict(i.batch.requests, i.batch.context_tokens) if i.batch.requests else 0.0,
             node_id=i.node_id,
+            axes=i.axes,
         )
 
     def readiness(self, now: float) -> tuple[Mapping[tuple[Role, bool], int], float]:

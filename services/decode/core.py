@@ -20,6 +20,7 @@ from kvmesh.instance.front import Front
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.rpc import protocol
 from kvmesh.rpc.brain_shell import BrainShell
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
@@ -84,6 +85,7 @@ class DecodeCore:
                 vocab_size=card.vocab_size,
                 eos_token_ids=tuple(card.eos_token_ids),
                 context_limit=shape.context_limit,
+                drafts=getattr(self.front.config, "speculate", NO_DRAFTS) != NO_DRAFTS,
             )
         return self._instance
 

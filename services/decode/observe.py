@@ -166,8 +166,12 @@ class Observer:
         names.DECODE_STEP.observe((step.end_ns - step.start_ns) * NS)
         names.DECODE_BATCH.observe(step.batch)
         names.DECODE_OUTPUT_TOKENS.inc(len(step.tokens))
+        for drafter, drafted, kept in step.drafts:
+            names.DECODE_DRAFT_TOKENS.labels(drafter=drafter).inc(drafted)
+            names.DECODE_ACCEPTED_DRAFT_TOKENS.labels(drafter=drafter).inc(kept)
         if before := step.since_ns or self._last_end:
-            names.DECODE_TBT.observe((step.end_ns - before) * NS)
+            a_row = max(1.0, len(step.tokens) / step.batch) if step.drafts else 1.0
+            names.DECODE_TBT.observe((step.end_ns - before) * NS / a_row)
         # If an answer goes on, the time until the next step's end is a time between tokens.
         self._last_end = step.end_ns if any(not t.finish for t in step.tokens) else 0
 

@@ -182,6 +182,7 @@ def test_what_ranks_of_one_cut_computed_those_of_another_decode(
                     stepper.memory[target + to : target + to + length] = own.memory[begin : begin + length]
                     moved += length
             assert moved == layouts[1].shard_bytes
+        assert stepper.pages[list(pages[: -(-len(prompt) // block_tokens)])].isfinite().all(), "what is behind the end"
         assert stepper.runner.layout == layouts[1]
         row = DecodeInput(first, len(prompt), pages, SampleParams())
         return [first, *stepper.decode([row], TOKENS - 1)[0]]

@@ -63,7 +63,7 @@ def test_logits_of_every_token(made: Made) -> None:
         logits = drafter.head.logits(answers)
         assert torch.allclose(answers, expected, atol=2e-4, rtol=2e-4)
         assert torch.allclose(logits, expected @ made.reference.output.T, atol=2e-3, rtol=1e-3)
-    assert logits.argmax(-1).unique().numel() > 20  # the head says something
+    assert len(set(logits.argmax(-1).tolist())) > 20  # the head says something
 
 
 def test_two_rows_in_uneven_pieces(made: Made) -> None:
@@ -110,13 +110,15 @@ def test_pages_that_run_out(made: Made) -> None:
     assert drafted(1, 5, 3) == expected(0, 8)  # what waited is taken up
     drafter.extend(1, tokens[9:11])  # as of a step that was launched ahead
     assert drafter.propose((1,), (DRAFTS,))[0].tokens == ()
-    assert drafted(1, 10, 2) == expected(10, 2)
+    seen, told = torch.cat((states[:8], states[10:12])), [*tokens[1:9], *tokens[11:13]]
+    assert drafted(1, 10, 2) == made.reference.drafts(seen, told, DRAFTS)
     drafter.begin(1, tokens[:1], ())  # it has been here before
     assert drafted(1, 3, 4) == expected(3, 4)
 
 
 def test_two_ranks_draft_as_one_does(made: Made) -> None:
-    parts, barrier, tokens = [None, None], threading.Barrier(2), text(6)
+    parts: list[torch.Tensor | None] = [None, None]
+    barrier, tokens = threading.Barrier(2), text(6)
     states = made.reference.hidden(tokens)
 
     def rank(number: int) -> tuple[Sequence[int], Sequence[int]]:

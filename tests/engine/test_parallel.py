@@ -16,12 +16,12 @@ from torch.multiprocessing.spawn import spawn
 from kvmesh.engine.axes import Axes
 from kvmesh.engine.cache_memory import group_shapes, named_by_group, zeroed_memory
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh, RanksLost, check_shares, share, share_of
+from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh, check_shares, share, share_of
 from kvmesh.engine.runner import NOBODY, DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
 from kvmesh.engine.sampling.prompt_scores import TokenScores
 from kvmesh.engine.stages import stage_layers
 from kvmesh.engine.weights import Weights
-from kvmesh.errors import ConfigError
+from kvmesh.errors import ConfigError, RanksLost
 from kvmesh.kvcache.layout import ShardLayout
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.support.engine.given_mesh import GivenMesh

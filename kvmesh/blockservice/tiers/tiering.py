@@ -432,6 +432,10 @@ class Tiering:
 
 
 def _would_lose(followed: FollowedPartition, blocks: int) -> bool:
-    """Whether `blocks` more blocks would evict one that no tier has, and the first could take."""
-    going = followed.partition.store.coldest(blocks - unused(followed.partition))
+    """Whether `blocks` more blocks would evict one that no tier has, and the first could take; or find no room because
+    a tier is reading others just now, which can go afterwards."""
+    needed = blocks - unused(followed.partition)
+    going = followed.partition.store.coldest(needed)
+    if len(going) < needed and followed.writes:
+        return True
     return any(key not in followed and followed.takes(key) for key in going)

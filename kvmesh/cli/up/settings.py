@@ -17,6 +17,7 @@ from kvmesh.instance.config import InstanceConfig
 from kvmesh.ranks.transfer_config import TransferConfig, check
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.decode.config import DecodeConfig
 from kvmesh.services.gateway.config import GatewayConfig
 
 _PORT = {"min": 0, "max": 65535}
@@ -235,6 +236,8 @@ class MeshSettings:
         help="Number of these weights where you give them one; KV is shared within one epoch alone "
         "(docs/reference/models.md).",
     )
+    speculate: str = same_as(DecodeConfig, "speculate")
+    max_draft_tokens: int = same_as(DecodeConfig, "max_draft_tokens")
     memory_mb: int = same_as(
         InstanceConfig,
         "memory_mb",
