@@ -259,7 +259,7 @@ def test_ranks_with_uneven_work_answer_as_one_does(zoo: Callable[[str], Path], t
 
 @pytest.mark.slow
 def test_places_whose_ranks_share_contexts_answer_as_one_does(zoo: Callable[[str], Path]) -> None:
-    """A place without tokens serves the experts of the others' layers, whose MLPs have the tokens of all ranks of cp."""
+    """A place without tokens serves the experts of the others, whose MLPs have the tokens of all ranks of cp."""
     path = zoo("qwen3_moe")
     said = over_threads(Axes.parse("dp=2,cp=2,ep=dp+cp"), lambda mesh: told(path, mesh, 9).answers)
     assert said[0] == said[1] and said[2] == said[3]
