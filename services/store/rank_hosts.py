@@ -112,7 +112,10 @@ class RankHosts:
         if host.build != asked.build:
             return f"is another build of kvmesh ({host.build.partition('-')[0]})"
         if host.fingerprint not in ("", asked.fingerprint):
-            return f"has other weights ({host.fingerprint[:12]}) than the instance ({asked.fingerprint[:12]})"
+            return (
+                f"has other weights ({host.fingerprint[:12]}) than the instance ({asked.fingerprint[:12]}): start it "
+                "with --model and the folder of the same checkpoint"
+            )
         others = [(name, len(ranks)) for name, ranks in host.used if name != asked.name]
         kept = [name for name, one in self._kept.items() if host.name in one.hosts]
         if asked.gpus:

@@ -143,7 +143,7 @@ class RankHostWatch:
             if hosts < self._borrowed.wanted or one.state is not ProcessState.STARTING:
                 continue
             why = one.last_words.partition(WAITS)[2].partition(": ")[2]
-            if why and why != self._why.get(one.name):
+            if ";" in why and why != self._why.get(one.name):
                 self._why[one.name] = why
                 lines.append(f"[yellow]![/] {one.name} waits for ranks: {escape(why)}")
         return lines
