@@ -35,7 +35,6 @@ LENDER = {"join": "10.0.0.1", "join_as": "ranks"}
             "name the interface or network that you trust, as in --rank-network",
         ),
         ({**TWO, "tls": True, "rank_network": "eth1"}, "other machines need certificates, too: give --tls-cert"),
-        ({**TWO, "ssd_path": "/x"}, "ssd_path='/x': a mesh with instances on several machines (--decode-hosts 2)"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given: dict[str, Any], says: str) -> None:
