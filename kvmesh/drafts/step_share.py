@@ -11,7 +11,7 @@ from __future__ import annotations
 
 FORGETS = 0.97
 FAR_OFF = 3.0  # times the mean: a step that waited for the machine
-BELIEVED, LEAST = 0.05, 0.002
+BELIEVED, LEAST = 0.1, 0.002
 TRIES = 4.0  # steps with drafts that the belief counts for
 PER_MILLION = 1_000_000
 

@@ -49,7 +49,7 @@ def test_a_share_is_learned_by_strength() -> None:
 
 def test_what_a_token_adds_to_a_step() -> None:
     steps = StepShare()
-    assert steps.ppm == 50_000
+    assert steps.ppm == 100_000
     noise = random.Random(1)
     for at in range(400):
         drafted = at % 8
