@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
-from kvmesh.engine.attention.by_context import ContextAttention, ContextPlan
+from kvmesh.engine.attention.by_context import ContextAttention
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.axes import Axes
@@ -23,7 +22,7 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, Prefil
 from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
-from kvmesh.engine.context import ContextShare
+from kvmesh.engine.context import context_turn
 from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.moe import count_choices, exchanged_experts
@@ -34,7 +33,7 @@ from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, sh
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
-from kvmesh.engine.stages import stage_groups, stage_layers
+from kvmesh.engine.stages import BusyTime, stage_groups, stage_layers
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import CacheGroup, is_single
@@ -67,19 +66,17 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
+ONE = Axes()
+
+
 def shard_layout(
-    config: ModelConfig,
-    dtype: str | torch.dtype,
-    block_tokens: int,
-    rank: int = 0,
-    world: int = 1,
-    layers: range | None = None,
+    config: ModelConfig, dtype: str | torch.dtype, block_tokens: int, axes: Axes = ONE, rank: int = 0
 ) -> ShardLayout:
-    """Returns what one of `world` ranks that have these layers (None: all) holds of each block: by default the whole
-    model. Raises ConfigError when so many ranks cannot share it."""
-    check_shares(config, Axes(tp=world))
-    heads = share(config.kv_heads, rank, world)
-    layers = range(config.layers) if layers is None else layers
+    """Returns what a rank holds of each block: by default the whole model. Raises ConfigError when ranks along these
+    axes cannot share it."""
+    check_shares(config, axes)
+    place = axes.place(rank)
+    heads, layers = share(config.kv_heads, place.tp, axes.tp), stage_layers(config, axes, rank)
     return ShardLayout(
         len(layers),
         len(heads),
@@ -89,16 +86,9 @@ def shard_layout(
         layers.start,
         heads.start,
         config.kv_planes,
+        turn=context_turn(axes, rank),
+        turns=axes.turns,
     )
-
-
-def taking_turns(layout: ShardLayout, axes: Axes, rank: int) -> ShardLayout:
-    """Returns the layout of a rank that shares contexts with others: its pages are every so-manieth block. With an
-    interleave other than one block they are no blocks, and the layout says nothing of turns."""
-    share = ContextShare.of(axes, rank, layout.block_tokens)
-    if share.turns == 1 or share.interleave != layout.block_tokens:
-        return layout
-    return replace(layout, turn=share.turn, turns=share.turns)
 
 
 def pages_over(
@@ -125,6 +115,8 @@ class Runner:
     A step raises NonFiniteLogits, and may then be computed again without those rows, unless the runner is `tolerant`:
     then it answers the token -1 where logits are not finite, as a step over states changes these in place.
 
+    `block_tokens` are those of a block; where ranks share contexts, a page of each has its part of them.
+
     In a `mesh` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
     gets the same answers, but for stages of a pipeline before the last: these get no tokens of chunks, no
     log-probabilities and no scores, and do not wait for the last stage in a step without decode rows. A pipeline is
@@ -148,9 +140,8 @@ class Runner:
         self.config = checkpoint.config
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
-        self._layers = stage_layers(self.config, mesh.axes, mesh.rank)
-        own_shard = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, self._layers)
-        self.layout = taking_turns(own_shard, mesh.axes, mesh.rank)
+        self.stage_layers = stage_layers(self.config, mesh.axes, mesh.rank)  # the layers of the model that it has
+        self.layout = shard_layout(self.config, dtype, block_tokens, mesh.axes, mesh.rank)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:
@@ -167,12 +158,12 @@ class Runner:
         self._stage = self.model.stage
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
-            self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
+            self.expert_counts = count_choices(self.model.layers, experts, self.device, self.stage_layers.start)
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
         self._exchanged = exchanged_experts(self.model.layers)
         if self.mtp is not None and exchanged_experts([self.mtp.layer]):
             raise ConfigError("speculate=mtp: the head's experts would lie over dp", field="speculate")
-        self.rounds = share_rounds(self._exchanged)
+        self.rounds = share_rounds(self._exchanged, mesh, self.device)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
@@ -194,7 +185,7 @@ class Runner:
             [pages] = pages
         self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
-            self.attention = self._backend(pages, range(len(self._layers)))
+            self.attention = self._backend(pages, range(len(self.stage_layers)))
             if self.mesh.group("cp", "dcp").size > 1:
                 self.attention = ContextAttention(self.attention, self.mesh)
         else:
@@ -206,13 +197,13 @@ class Runner:
             self.attention.capturable
             and self.mesh.world.capturable
             and self.model.capturable
-            and not self._exchanged
             and self._stage.alone
             and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
             with torch.inference_mode():
-                self._capture(max_rows, max_tokens)
+                # Of a step with prompts, what exchanged experts send depends on all places' tokens: it is not captured.
+                self._capture(max_rows, max_tokens if self.rounds is None else 0)
 
     def _backend(self, pages: torch.Tensor, layers: Sequence[int]) -> AttentionBackend:
         if self.config.latent is None:
@@ -226,6 +217,8 @@ class Runner:
         that hold its calls."""
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
+        if self.rounds is not None:
+            self.rounds.sizes = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -235,12 +228,12 @@ class Runner:
     def shapes(self) -> tuple[GroupShape, ...]:
         """What this rank keeps of each cache group."""
         tp = self.mesh.tp
-        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self._layers)
+        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self.stage_layers)
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The model's cache groups with this rank's layers, which count from its first."""
-        return stage_groups(self.config.cache_groups, self._layers)
+        return stage_groups(self.config.cache_groups, self.stage_layers)
 
     def zero_slots(self, group: int, slots: Sequence[int]) -> None:
         """Makes the states of a STATE group in these slots those of no token, before the first step of whoever has
@@ -296,6 +289,8 @@ class Runner:
                 self.mesh.world,
                 max_rows or MAX_ROWS,
             )
+            if self.rounds is not None:
+                self.rounds.sizes = self.graphs.sizes
         if max_tokens != 0 and not (self.graphs and self.graphs.failed):
             self.pieces = PieceGraphs(
                 self.model, self.attention, piece_sizes(self._own, max_tokens), capture, self.expert_counts
@@ -305,6 +300,8 @@ class Runner:
         """Computes a decode step's logits by launches that can be captured. Rows that stand for none are at position 0,
         where no decode row is, and choose no expert that is counted."""
         positions, counts = plan.positions, self.expert_counts
+        if self.rounds is not None:
+            self.rounds.padded = len(tokens)  # rows that exchanged experts send, those for none among them
         with nullcontext() if counts is None else counts.only(counts.once(positions > 0)):
             return self.model.logits(self.model.hidden(tokens, positions, _attend(plan, None)))
 
@@ -363,13 +360,16 @@ class Runner:
         if not self._stage.last:
             params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        graphs, size = self.graphs if not items and on_hidden is None else None, None
         if self.rounds is not None:
-            self.rounds.begin(end)
-        if self.graphs is not None and not items and on_hidden is None:
-            logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
+            self.rounds.begin(end, graphs is not None and graphs.holds(self._tables(rows)))
+            size = self.rounds.replayed
+        if graphs is not None:
+            logits = graphs.logits(rows.token_ids, self._tables(rows), rows.positions, size=size)
             if logits is not None:
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
+        self._stage.begin()
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         if not self._stage.last:
             return [None] * len(items), self._passed_on(hidden, count, on_late)
@@ -382,6 +382,11 @@ class Runner:
         if count and not self._stage.alone:
             self._stage.send_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
         return first, chosen
+
+    def busy(self, end_ns: int) -> BusyTime:
+        """Returns when this rank's stage computed in the step that ended at `end_ns`, without what it waited for other
+        stages; zeros where there is one stage."""
+        return self._stage.busy(end_ns)
 
     def _passed_on(
         self, hidden: torch.Tensor, rows: int, on_late: Callable[[Callable[[], Chosen]], None] | None
@@ -401,10 +406,14 @@ class Runner:
     @torch.inference_mode()
     def serve(self, between_layers: Callable[[], None] | None = None) -> None:
         """Takes part in a step of other data-parallel ranks, with no token of its own: their tokens get this rank's
-        experts."""
+        experts. `between_layers` is called in a step that is launched, not in one that is replayed."""
         if self.rounds is None:
             return
-        self.rounds.begin(0)
+        self.rounds.begin(0, True)
+        if self.rounds.replayed:
+            assert self.graphs is not None, "every rank has what all replay"
+            self.graphs.replay_for_nobody(self.rounds.replayed)
+            return
         for block in self._exchanged if self.rounds.anyone else ():
             block.serve()
             if between_layers is not None:
@@ -436,7 +445,7 @@ class Runner:
         if logits is None:
             plan = self._plan(rows, ())
             attend = _attend(plan, None)
-            if isinstance(plan, ContextPlan) and plan.own is not None:
+            if plan.own is not None:
                 hidden = self._hidden_of_own(tokens, plan, attend)
             else:
                 hidden = self.model.hidden(tokens, plan.positions, attend)
@@ -460,13 +469,13 @@ class Runner:
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
-        if isinstance(plan, ContextPlan) and plan.own is not None:
+        if plan.own is not None:
             return self._hidden_of_own(token_ids, plan, attend)
         hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
         return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
 
     def _hidden_of_own(
-        self, token_ids: torch.Tensor, plan: ContextPlan, attend: Callable[..., torch.Tensor]
+        self, token_ids: torch.Tensor, plan: StepPlan, attend: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Computes those of the step's tokens that are this rank's, and gathers all of them over cp."""
         assert self.shared_tokens is not None and plan.own is not None and plan.back is not None

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvmesh.errors import InternalError, KvmeshError
+from kvmesh.errors import InternalError, KvmeshError, RanksLost
 from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.ipc import RankPort
@@ -156,7 +156,8 @@ class RankLoop:
                     others = OtherLeaders(self._peers[len(socks) - len(configure.elsewhere) :])
                     self._lead(worker, self._commands, Followers(socks, timeout_s), others)
             except Exception as error:
-                log.error("rank %d gives up", configure.rank, exc_info=not isinstance(error, KvmeshError))
+                known = isinstance(error, KvmeshError | RanksLost)
+                log.error("rank %d gives up: %s", configure.rank, error, exc_info=not known)
                 self._port.send(m.RankFailed(f"gave up: {error}"))
                 raise SystemExit(1) from None
 

@@ -174,6 +174,9 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "Drain": _may(_I, _S, _C, _O, claim="instance_id"),
         "SetQuota": _may(_O),
         "ListQuotas": _USE_OF_THE_STORE,
+        "LendRanks": _may(_I, claim="host.instance.instance_id"),
+        "PlaceRanks": _may(_I, claim=_OWN),
+        "ListRankHosts": _may(_I, _O),
     },
     "kvmesh.v1.Conductor": {
         "Register": _may(_I, claim=_OWN),
@@ -202,7 +205,10 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
     "kvmesh.v1.Decode": {"Session": _may(_G), "GetPools": _may(_O)},
     "kvmesh.v1.Prefill": {"Handoff": _may(_I, claim="hello.instance.instance_id"), "GetPools": _may(_O)},
     "kvmesh.v1.Instance": {"SetRole": _may(_C, _O), "Profile": _may(_O)},
-    "kvmesh.v1.RankHost": {"Run": _may(_I, claim="hello.instance.instance_id")},
+    "kvmesh.v1.RankHost": {
+        "Run": _may(_I, claim="hello.instance.instance_id"),
+        "GetStatus": _may(_I, _O),
+    },
     "kvmesh.v1.Doors": {"FindDoor": Permission(_ANY)},
     "kvmesh.v1.Traces": {"Keep": _may(_G)},
     "kvmesh.v1.Gateway": {"Generate": PUBLIC, "GetGatewayStatus": PUBLIC},

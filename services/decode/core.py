@@ -30,7 +30,7 @@ from kvmesh.services.decode import mapping
 from kvmesh.services.decode.events import Phase
 from kvmesh.services.decode.handoffs import Handoffs
 from kvmesh.services.decode.limits import NS_PER_MS, GroupRoom, RankShape, Shape
-from kvmesh.services.decode.observe import Observer, RequestTrace, SummedGauges, begin_request
+from kvmesh.services.decode.observe import Observer, RequestTrace, begin_request
 from kvmesh.services.decode.requests import ServingInstance, check_start
 from kvmesh.services.decode.state import DecodeState
 from kvmesh.telemetry import names, spans
@@ -46,8 +46,7 @@ POLL_S = 0.02
 class DecodeCore:
     """Joins the parts of one decode instance: the brain, its ranks, its streams, its timer. `blocks` serves the node
     store that `state` has; its maker must pass the result of every pull to `pulled`. `own` takes messages for the
-    prefill half of this instance, where it has one; the coupled service sets it. `gauges` are those of all cores
-    of this process."""
+    prefill half of this instance, where it has one; the coupled service sets it."""
 
     def __init__(
         self,
@@ -56,7 +55,6 @@ class DecodeCore:
         blocks: BlockService,
         *,
         connect_s: float,
-        gauges: SummedGauges | None = None,
     ) -> None:
         self.front = front
         self.state = state
@@ -69,7 +67,7 @@ class DecodeCore:
         self.state.pulls.lower = self.blocks.lower
         self.state.refuses = self.blocks.removals.refuses
         self.blocks.removals.listeners.append(self.feed)
-        self.observer = Observer(self.state, front.instance_id, gauges)
+        self.observer = Observer(self.state, front.instance_id, front.gauges)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
         self.wake: dict[int, asyncio.Event] = {}  # by session; set when the session's outbox has something
         self._publisher = asyncio.create_task(self._publish(), name="publish gauges")

@@ -27,6 +27,7 @@ from kvmesh.services.decode.events import Phase, Reason
 from kvmesh.services.decode.handoff import Handoff
 from kvmesh.services.decode.state import DecodeState
 from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.summed_gauges import SummedGauges
 
 # The conductor is told how each request went: what it measured, and which instance is to blame for a failure. Pure.
 #
@@ -129,18 +130,6 @@ def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
         }
     )
     spans.finish(span, end_ns=times.ended, error=error)
-
-
-class SummedGauges:
-    """Sets gauges to the sum over the observers of one process, of which each tells its own values."""
-
-    def __init__(self) -> None:
-        self._values: dict[Observer, dict[Gauge, float]] = {}
-
-    def set(self, source: Observer, values: dict[Gauge, float]) -> None:
-        self._values[source] = values
-        for gauge in values:
-            gauge.set(sum(own.get(gauge, 0) for own in self._values.values()))
 
 
 class Observer:

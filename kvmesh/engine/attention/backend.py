@@ -42,9 +42,14 @@ def seen_from(position: int, window: int, chunk: int) -> int:
 
 
 class StepPlan(Protocol):
-    """Attends for one step, layer by layer. `positions` is int64 `[T]` on the device."""
+    """Attends for one step, layer by layer. `positions` is int64 `[T]` on the device. Where the ranks of cp share the
+    step's tokens, `own` has the numbers of those that this rank computes, `counts` how many each rank has, and `back`
+    where each token is among those of all ranks, one rank's behind the other's."""
 
     positions: torch.Tensor
+    own: torch.Tensor | None = None
+    back: torch.Tensor | None = None
+    counts: Sequence[int] = ()
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         """Writes K and V of all tokens of the step, as they are in `qkv`, into the pages of `layer`."""

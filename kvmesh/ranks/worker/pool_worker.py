@@ -53,7 +53,7 @@ class StoreWorker:
         self._ahead = PrefaultAhead(self._region)
         self.puller = ShardPuller(self.engine, self._region, send, copy_bytes=COPY_BYTES)
         self.sums = Sums(self._region, send)
-        self.tiers = TierWorker(self._region, send)
+        self.tiers = TierWorker(self._region, send, configure.ssd_path)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def ready(self) -> m.Ready:

@@ -240,7 +240,8 @@ class Steps:
                 for item, token in answers
                 if token.token_id >= 0
             )
-            self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores)))
+            busy = self._runner.busy(end)
+            self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores), *busy))
         if late:
             self._await_tokens(self.rows, late[0])
         elif rows:

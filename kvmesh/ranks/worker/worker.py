@@ -17,8 +17,10 @@ from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.stages import stage_layers
+from kvmesh.engine.work import chunk_products
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.kvcache.whole_blocks import shard_text
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.expert_metrics import ExpertStats
@@ -79,7 +81,7 @@ class Worker:
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
         self._shapes = group_shapes(config, torch_dtype(dtype), block, tp, axes.tp, layers) if setup.grouped else ()
-        whole = shard_layout(config, dtype, block, tp, axes.tp, layers)
+        whole = shard_layout(config, dtype, block, axes, configure.rank)
         self.layout = self._shapes[0].layout if self._shapes else whole
         pages = (
             setup.choose_group_pages(self._shapes, self._checkpoint)
@@ -134,7 +136,7 @@ class Worker:
         self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
-        self.tiers = TierWorker(self._extent_region, send)
+        self.tiers = TierWorker(self._extent_region, send, configure.ssd_path)
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
@@ -194,6 +196,7 @@ class Worker:
         limit = config.max_context_tokens
         limit = limit if self._longest is None else min(limit, self._longest)
         wanted = self._configure.max_context_tokens
+        token_products, pair_products = chunk_products(config)
         return m.Ready(
             engine_name=self.engine.name,
             descriptor=self.engine.local_descriptor().encode(),
@@ -220,6 +223,8 @@ class Worker:
             steps=self._configure.steps,
             settings=self._settings,
             groups=tuple(self._group_memory(number) for number in range(len(self._shapes))),
+            token_products=token_products,
+            pair_products=pair_products,
         )
 
     def _group_memory(self, number: int) -> m.GroupMemory:
@@ -241,8 +246,8 @@ class Worker:
         begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica
         place = f"{c.rank % replica}/{replica}"  # data-parallel groups have the same
         if not shapes:
-            return f"{begin} {c.dtype} {_part(self.layout)} rank {place}"
-        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {_part(s.layout)}" for s in shapes)
+            return f"{begin} {c.dtype} {shard_text(self.layout)} rank {place}"
+        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {shard_text(s.layout)}" for s in shapes)
         return f"{begin} {', '.join(parts)} rank {place}"
 
     def close(self) -> None:
@@ -438,12 +443,6 @@ def _mesh(configure: m.Configure, device: torch.device, store: StoreCaller | Non
 
     interface = find_interface(configure.rank_network, configure.rank_route).name
     return RankMesh(axes, configure.rank, "", device, timeout_s, RankStore(store), interface)
-
-
-def _part(shape: ShardLayout) -> str:
-    """Returns a layout in words."""
-    dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
-    return f"{dims} L{shape.first_layer} H{shape.first_head}"
 
 
 def open_memory(
