@@ -16,6 +16,10 @@ other, greedily; *rollout* samples several answers to one prompt; *hostile* is a
 temperature at which nothing is to be foreseen. *asked-code*, *asked-chat* and *asked-rollout* are held-out chats of
 those that `examples/measured-model` was trained on (`scripts.measured_texts`), another one each round, greedily. Where
 the checkpoint has an MTP head, it drafts, too.
+
+With `--layers` a copy of the model is measured that has so many layers: those behind its own compute as much as others
+and add nothing, so that it says the same, and a step of its head is as small a part of its own as in a model of that
+depth.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import json
 import platform
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import Template
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks.turns import interval, ratios
@@ -147,6 +153,30 @@ WAYS: dict[str, Callable[[Runner], Speculator | None]] = {
 }
 
 
+def deepened(path: Path, layers: int, folder: Path) -> Path:
+    """Writes a copy of a checkpoint whose layers are dense, with layers behind its own that add zeros to the residual,
+    and its head behind these."""
+    raw = json.loads((path / "config.json").read_text())
+    own, generator = raw["num_hidden_layers"], torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        if name.startswith(f"model.layers.{own}."):
+            name = name.replace(f"layers.{own}.", f"layers.{layers}.")
+        tensors[name] = value
+    for name, value in list(tensors.items()):
+        for layer in range(own, layers) if name.startswith("model.layers.0.") else ():
+            ends = name.endswith(("o_proj.weight", "down_proj.weight"))
+            made = torch.zeros(value.shape) if ends else torch.randn(value.shape, generator=generator) * 0.05
+            tensors[name.replace("layers.0.", f"layers.{layer}.")] = made.to(value.dtype)
+    raw |= {"num_hidden_layers": layers, "first_k_dense_replace": layers + 1}
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((path / file).read_bytes())
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def held_out_prompts(path: Path, kind: str, count: int) -> list[list[int]]:
     """Returns chats that the measured model has not seen, up to their last answer."""
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -212,15 +242,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kinds", default=",".join((*PROMPTS, "hostile")))
+    parser.add_argument("--layers", type=int, default=0, help="measure a copy that is so deep")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    bench = Bench(options.model, options.dtype, options.tokens, options.batch)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = deepened(options.model, options.layers, Path(scratch)) if options.layers else options.model
+        bench = Bench(path, options.dtype, options.tokens, options.batch)
+        measure_all(bench, options)
+
+
+def measure_all(bench: Bench, options: argparse.Namespace) -> None:
+    """Measures each kind of text, prints the figures and writes them."""
     found: dict[str, Any] = {
         "model": options.model.name,
         "dtype": options.dtype,
         "tokens": options.tokens,
         "batch": options.batch,
+        "layers": bench.runner.config.layers,
         "rounds": options.rounds,
         "threads": options.threads,
         "machine": platform.machine(),
