@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 COMPILERS = ("c++", "g++", "clang++")
+KEPT = 4  # builds of other sources than these, and this one
 
 T = TypeVar("T")
 
@@ -40,9 +41,9 @@ def run(command: list[str], timeout_s: float) -> None:
 
 
 def install(target: Path, compile_to: Callable[[Path], None], older: Iterable[str]) -> Path:
-    """Returns `target`, which `compile_to` makes in a folder of its own unless it is there. What matches one of the
-    patterns `older` beside it and has another stem is removed then. Raises BuildFailed, or OSError (folder not
-    writable)."""
+    """Returns `target`, which `compile_to` makes in a folder of its own unless it is there. Of what matches one of the
+    patterns `older` beside it, all but the newest `KEPT` builds are removed then: several checkouts may share one
+    environment. Raises BuildFailed, or OSError (folder not writable)."""
     if target.exists():
         return target
     folder = target.parent
@@ -51,10 +52,19 @@ def install(target: Path, compile_to: Callable[[Path], None], older: Iterable[st
         made = Path(scratch, target.name)
         compile_to(made)
         os.replace(made, target)  # a process that starts meanwhile finds all of it or nothing
-    for old in [path for pattern in older for path in folder.glob(pattern)]:
-        if old.stem != target.stem:
+    beside = sorted((path for pattern in older for path in folder.glob(pattern)), key=_made_ns, reverse=True)
+    kept = list(dict.fromkeys([target.stem, *(path.stem for path in beside)]))[:KEPT]
+    for old in beside:
+        if old.stem not in kept:
             old.unlink(missing_ok=True)
     return target
+
+
+def _made_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # another process removes builds, too
+        return 0
 
 
 def in_first(places: Iterable[Path], compile_into: Callable[[Path], T]) -> T:
