@@ -17,6 +17,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.parallel import Group, RankMesh
 from kvmesh.engine.stages import Stage
+from kvmesh.engine.tensors import HEAD
 from kvmesh.engine.weights import Weights
 from kvmesh.errors import InvalidRequest
 
@@ -68,6 +69,8 @@ class WeightsUpdate:
     def check(self) -> None:
         """Raises InvalidRequest where the embedding is the head in one of the two and not in the other: every name,
         shape and dtype has been checked before (`checkpoint.open_weights`)."""
+        if HEAD in self._weights and not self._weights.config.tie_word_embeddings:
+            return  # the head is its own, here and there
         new = self._build(LayerWeights(self._weights, None))
         ours, theirs = (list(_aliases(_ends(model)).values()) for model in (self._model, new))
         if ours != theirs:
