@@ -119,6 +119,11 @@ class CoupledShell:
         self.core.own = lambda message: self.runner.take(own, message)
         self.runner.shell.fed, self.core.shell.fed = self._prefill_fed, self._decode_fed
         self._shut()
+        front.can_pause(self.core, self.runner, on_weights=self._weights_changed)
+
+    def _weights_changed(self) -> None:
+        self.core.weights_changed()
+        prefill.follow_weights(self.front, self.runner)
 
     def add_to(self, server: Server) -> None:
         """Prefill and Decode on `server`."""

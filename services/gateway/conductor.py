@@ -15,6 +15,7 @@ from kvmesh.errors import (
     KvmeshError,
     ModelNotFound,
     Overloaded,
+    Paused,
     RequestCancelled,
     TlsFailed,
     Unavailable,
@@ -126,8 +127,8 @@ class Conductor:
                         answer: conductor_pb2.ScheduleResponse = await one.call("Schedule", request, left)
                 except KvmeshError as err:
                     named = self._named(err, one)
-                    if not isinstance(named, Unavailable):
-                        raise named from None
+                    if not isinstance(named, Unavailable) or isinstance(named, Paused):
+                        raise named from None  # a pause lasts longer than what is waited for here
                     # What a conductor says of the instances tells more than that another cannot be reached.
                     failure = named if failure is None or not isinstance(err, _UNSAID) else failure
                 else:

@@ -85,6 +85,7 @@ class PrefillInstance:
         front = self.front
         store = front.new_grouped_store() if front.cache_groups else front.new_store()
         runner = make_runner(self.front, make_state(self.front, self.config, store))
+        front.can_pause(runner, on_weights=lambda: follow_weights(front, runner))
         connect(runner, self.front.attach(store, runner.pulled))
         return runner
 
@@ -137,6 +138,11 @@ def make_runner(front: Front, state: PrefillState) -> PrefillRunner:
     return PrefillRunner(state, front.ranks, front.segments, reporter, front.weights, front.urge)
 
 
+def follow_weights(front: Front, runner: PrefillRunner) -> None:
+    """Has the shell check requests against the front's weights as they are now."""
+    runner.weights = front.weights
+
+
 def connect(runner: PrefillRunner, blocks: BlockService) -> None:
     """Connects the shell with the pulls, removals and lower tiers of the node store."""
     removals = blocks.removals
@@ -167,12 +173,12 @@ async def watch(front: Front, runner: PrefillRunner, *over: asyncio.Event) -> No
             if any(wait.done() for wait in waits):
                 return
             # A change counts when it is seen twice: after a pause of this process the ranks' answers are still unread.
-            looks = looks + 1 if front.ready != ready else 0
+            looks = looks + 1 if (not front.unhealthy_reason) != ready else 0
             if looks < 2:
                 continue
             ready, looks = not ready, 0
             names.PREFILL_READY.set(ready)
-            cause = front.not_ready_reason
+            cause = front.unhealthy_reason
             log.warning("ready again" if ready else f"not ready: {cause}")
             runner.feed(ev.RanksBack() if ready else ev.RanksSilent(cause))
             front.urge()

@@ -1,5 +1,5 @@
-"""Weights that change in place: every family, alone and cut over two ranks, ends with what a fresh load has; what cannot
-be is refused by name, before anything has changed."""
+"""Weights that change in place: every family, alone and cut over two ranks, ends with what a fresh load has; what
+cannot be is refused by name, before anything has changed."""
 
 from __future__ import annotations
 
