@@ -214,6 +214,7 @@ class Request:
         self._asks: RequestBuilder | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._left = 0
+        self._led: set[int] = set()  # answers that were placed once, and have begun their siblings
         self.scores = 0  # log-probabilities of prompts that the client is told
         self._served_by: set[str] = set()  # addresses: who has spans of this request
         config = core.config
@@ -544,7 +545,8 @@ class Request:
             log.exception("request %s cannot be placed", self.request_id)
             self._fail(InternalError(f"placing failed: {type(err).__name__}: {err}"))
             return
-        if not choice.attempt:
+        if choice.index not in self._led:
+            self._led.add(choice.index)
             self._spawn_siblings(choice)
         try:
             session = await self.core.sessions.get(placement.decode)
