@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, ModelNotFound, Overloaded, Unavailable
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, ModelNotFound, Overloaded, Paused, Unavailable
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, instance_pb2, instance_pb2_grpc
@@ -36,12 +36,14 @@ class ModelControl:
     def __init__(self, instances: Callable[[], Sequence[Instance]]) -> None:
         self._instances = instances
         self._busy: set[str] = set()
+        self._paused: set[str] = set()  # by an order here, that no other has ended
 
     async def pause(self, request: conductor_pb2.PauseModelRequest) -> conductor_pb2.PauseModelResponse:
         """Raises ModelNotFound, Overloaded, or the first instance's error; then those stay paused that are."""
         model, instances = self._of(request.model)
         until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
         with self._alone(model):
+            self._paused.add(model)
             ended = await self._pause(instances, request.mode, until, request.reason)
         return conductor_pb2.PauseModelResponse(model=model, ended=ended, instances=len(instances))
 
@@ -50,6 +52,7 @@ class ModelControl:
         model, instances = self._of(request.model)
         with self._alone(model):
             epochs = await self._resume(instances)
+            self._paused.discard(model)
         return conductor_pb2.ResumeModelResponse(model=model, weights_epoch=max(epochs), instances=len(epochs))
 
     async def update(
@@ -64,20 +67,25 @@ class ModelControl:
         if epoch <= highest:
             why = f"must be greater than {highest}, which {model} has: an epoch names the weights of one update"
             raise InvalidRequest.of("weights_epoch", epoch, why)
+        stays = request.stay_paused or self._is_paused(model, instances)
         with self._alone(model):
             start = time.monotonic()
             try:
                 ended = await self._pause(instances, request.mode, until, f"weights epoch {epoch}")
                 taken = await self._take(instances, epoch, request.source, until)
             except KvmeshError:
-                await self._resume(instances, quietly=True)
+                if not stays:
+                    await self._resume(instances, quietly=True)
                 raise
             new = [i for i, one in zip(instances, taken, strict=True) if not one.HasField("error")]
             if not new:  # the old weights are served on, where they are whole
-                await self._resume(instances, quietly=True)
+                if not stays:
+                    await self._resume(instances, quietly=True)
                 raise status.from_detail(taken[0].error)
-            if not request.stay_paused:
+            if not stays:
                 await self._resume(new)
+            elif request.stay_paused:
+                self._paused.add(model)
             paused_s = time.monotonic() - start
         log.info("model %s has weights of epoch %d at %d of %d instances", model, epoch, len(new), len(instances))
         return conductor_pb2.UpdateModelWeightsResponse(
@@ -94,6 +102,10 @@ class ModelControl:
         if not found:
             raise ModelNotFound(f"model={name!r}: no instance of it; there are: {', '.join(models)}", field="model")
         return name, found
+
+    def _is_paused(self, model: str, instances: Sequence[Instance]) -> bool:
+        told = (instance.not_ready_reason.startswith(Paused.PREFIX) for instance in instances)
+        return model in self._paused or all(told)
 
     def _alone(self, model: str) -> _Turn:
         if model in self._busy:

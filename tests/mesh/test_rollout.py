@@ -148,6 +148,7 @@ async def test_modes_of_a_pause(live: Running, steps: list[Path]) -> None:
         return False
 
     async with client(live) as mesh:
+        await mesh.update_weights(path=str(steps[0]))
         aborted = asyncio.create_task(
             mesh.group(prompt(1, 40, VOCAB), 2, max_tokens=1500, ignore_eos=True, enough=watch)
         )
@@ -158,8 +159,10 @@ async def test_modes_of_a_pause(live: Running, steps: list[Path]) -> None:
         waiting = asyncio.create_task(mesh.group(prompt(2, 40, VOCAB), 2, max_tokens=40, ignore_eos=True))
         with pytest.raises(RolloutRefused, match="must be greater"):
             await mesh.update_weights(path=str(steps[1]), epoch=1)
-        await mesh.resume()
-        assert (await waiting).finished == 2  # who comes in a pause waits
+        update = await mesh.update_weights(path=str(steps[1]))  # a model that was paused stays so
+        assert await mesh.resume() == update.epoch
+        group = await waiting  # who comes in a pause waits
+        assert [sample.token_ids for sample in group.samples] == [[101] * 40] * 2
         finishing = asyncio.create_task(mesh.group(prompt(3, 40, VOCAB), 2, max_tokens=200, ignore_eos=True))
         await live.busy("decode-0")
         assert await mesh.pause("finish") == 0
