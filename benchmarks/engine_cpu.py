@@ -25,11 +25,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import random
 import signal
 import statistics
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +42,7 @@ from benchmarks.peers.engine_process import Engine, SideSpec
 from benchmarks.peers.link import PeerMissing
 from benchmarks.peers.qwen_shape import QWEN3_06B, VOCAB, chunk_work, decode_work, prefill_work
 from benchmarks.progress import tell
-from benchmarks.turns import over
+from benchmarks.turns import interval, over, ratios
 
 PREFILL = (512, 2048, 8192)
 CACHED = (7936, 256)  # tokens whose KV is there, and new ones after them: 8k together
@@ -138,6 +140,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--without-vllm", action="store_true", help="with --base: ours alone, so that rounds are short")
     parser.add_argument("--starts", type=int, default=STARTS, help=f"start-ups of each engine ({STARTS})")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches, in requests")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no round begins after so long (no limit)")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     args = parser.parse_args()
     if args.base and not (args.base / "kvmesh").is_dir():
@@ -177,7 +180,11 @@ def points_of(args: argparse.Namespace, round_: int = 0) -> list[Point]:
 def rounds(figures: dict[str, Figures], engines: dict[str, Engine], args: argparse.Namespace) -> Seen:
     """The limits around each point, round by round."""
     seen: Seen = {}
+    ends = time.monotonic() + 60 * args.minutes
     for round_ in range(args.rounds):
+        if round_ and time.monotonic() > ends:
+            args.rounds = round_
+            break
         for point in points_of(args, round_):
             before = measure(args.threads)
             turns = list(engines.items())
@@ -212,6 +219,11 @@ def rows(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) -> l
                 "times_faster_than": {
                     name: ours.times_faster(f, point.name) for name, f in figures.items() if name != "kvmesh"
                 },
+                "interval": {
+                    name: interval(ratios(f.seconds[point.name], ours.seconds[point.name]))
+                    for name, f in figures.items()
+                    if name != "kvmesh"
+                },
             }
         )
     return found
@@ -232,12 +244,15 @@ def report(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) ->
         f"limits: read {limits.read_bytes_s / 1e9:.1f} GB/s, bfloat16 {limits.bf16_flops / 1e12:.2f} TFLOP/s"
     )
     others = [name for name in names if name != "kvmesh"]
-    head = "".join(f"{name:>14}" for name in names) + f"{'limit':>10}" + "".join(f"{'/' + o:>15}" for o in others)
+    head = "".join(f"{name:>14}" for name in names) + f"{'limit':>10}"
+    head += "".join(f"{'/' + o + ' [95%]':>27}" for o in others)
     print(f"{'':14}{head}{'of limit':>10}")
     for row in rows(figures, seen, args):
         rates = row["tokens_per_s"]
         line = "".join(f"{rates[name]:14.1f}" for name in names) + f"{row['limit_tokens_per_s']:10.1f}"
-        line += "".join(f"{row['times_faster_than'][o]:14.2f}x" for o in others)
+        for o in others:
+            low, high = row["interval"][o]
+            line += f"{row['times_faster_than'][o]:10.3f}x [{low:.3f}, {high:.3f}]"
         print(f"{row['point']:14}{line}{row['share_of_limit']['kvmesh']:10.0%}")
     for what, unit, values in (
         ("start-up", "s", {name: statistics.median(f.start_s) for name, f in figures.items() if f.start_s}),

@@ -38,6 +38,7 @@ DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
 WAYS = ("keep", "finish", "abort", "restart")
 SHORT, LONG = (12, 40), (150, 300)  # tokens of an answer
 UPDATES = 3
+PAUSED_S = 1.0  # what was in flight has ended by then
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,17 @@ class RolloutMesh:
             self._mesh = None
 
 
+def tokens_of(group: RolloutGroup) -> int:
+    return sum(len(sample.token_ids) for sample in group.samples)
+
+
 async def run(way: str, mesh: RolloutMesh, steps: list[Path], todo: list[Job], samples: int) -> RolloutRun:
     """Runs all groups, with an update at each quarter of them."""
     client = RolloutClient(mesh.url)
     epochs: list[tuple[float, int]] = [(0.0, (await client.update_weights(path=str(steps[0]))).epoch)]
     whole: list[RolloutGroup] = []
     running: dict[asyncio.Task[RolloutGroup], Job] = {}
+    left: list[Job] = []
     paused_s, wasted, start = [], 0, time.monotonic()
 
     def begin(job: Job) -> None:
@@ -128,28 +134,28 @@ async def run(way: str, mesh: RolloutMesh, steps: list[Path], todo: list[Job], s
     async def change(model: Path) -> None:
         nonlocal client, wasted
         at = time.monotonic()
-        if way in ("keep", "finish"):
+        if way != "restart":
             epochs.append((at, (await client.update_weights(path=str(model), mode=way)).epoch))
         else:
             await client.pause("abort")
-            ended = await asyncio.gather(*running, return_exceptions=True)
-            again = [(job, group) for job, group in zip(list(running.values()), ended, strict=True)]
+            await asyncio.wait(running, timeout=PAUSED_S)  # who has not begun waits for a mesh that does not come back
+            again = list(running.items())
             running.clear()
-            if way == "abort":
-                epochs.append((at, (await client.update_weights(path=str(model))).epoch))
-                await client.resume()
-            else:
-                await client.close()
-                await asyncio.to_thread(mesh.stop)
-                await asyncio.to_thread(mesh.start, model)
-                client = RolloutClient(mesh.url)
-                epochs.append((at, 0))
-            for job, group in again:
+            for task, job in again:
+                task.cancel()
+                [group] = await asyncio.gather(task, return_exceptions=True)
                 if isinstance(group, RolloutGroup) and group.finished == samples:
                     whole.append(group)
                     continue
-                wasted += sum(len(s.token_ids) for s in group.samples) if isinstance(group, RolloutGroup) else 0
-                begin(job)
+                wasted += tokens_of(group) if isinstance(group, RolloutGroup) else 0
+                left.append(job)
+            await client.close()
+            await asyncio.to_thread(mesh.stop)
+            await asyncio.to_thread(mesh.start, model)
+            client = RolloutClient(mesh.url)
+            epochs.append((at, 0))
+            while left:
+                begin(left.pop())
         paused_s.append(time.monotonic() - at)
 
     for job in todo:
@@ -161,6 +167,7 @@ async def run(way: str, mesh: RolloutMesh, steps: list[Path], todo: list[Job], s
             for task in done:
                 job, group = running.pop(task), task.result()
                 if group.error:
+                    wasted += tokens_of(group)
                     begin(job)
                 else:
                     whole.append(group)
@@ -174,7 +181,7 @@ async def run(way: str, mesh: RolloutMesh, steps: list[Path], todo: list[Job], s
         way,
         seconds,
         paused_s,
-        sum(len(answer.token_ids) for answer in answers),
+        sum(map(tokens_of, whole)),
         wasted,
         sum(len(answer.epochs) > 1 for answer in answers),
         sum(epoch not in known for answer in answers for epoch in answer.token_epochs),

@@ -56,6 +56,75 @@ class ChunkCost:
         return ChunkCost(self.token * factor, self.pair * factor, step)
 
 
+class FittedChunkCost:
+    """Learns what chunks cost from what a stage took for them, in seconds: the least squares of step + token · tokens +
+    pair · pairs with no negative part, over recent chunks. Until these are enough, and of contexts that differ enough
+    to tell tokens from pairs, it goes by a prior, whose unit is none and which has no `step`."""
+
+    KEPT = 0.98  # of each chunk's weight, when the next one is there
+    ENOUGH = 16
+    APART = 2.0  # times: the mean contexts of the chunks must lie so far apart
+    MOST_OFF = 8.0  # times: pairs do not cost more, or less, than this of what the prior says
+
+    def __init__(self, prior: ChunkCost) -> None:
+        self.cost = self._prior = prior
+        self._products = [[0.0] * 4 for _ in range(3)]  # of (1, tokens, pairs) with themselves and the seconds
+        self._count = 0
+        self._least = self._most = 0.0  # of the mean contexts
+
+    def add(self, tokens: int, pairs: float, seconds: float) -> None:
+        """Takes one more chunk, or several that were computed together."""
+        if tokens < 1 or not 0 < seconds < math.inf:
+            return
+        mean = pairs / tokens
+        self._least, self._most = (min(self._least, mean), max(self._most, mean)) if self._count else (mean, mean)
+        self._count += 1
+        row = (1.0, tokens * self._prior.token, pairs * self._prior.pair)  # of about the same size
+        for own, value in zip(self._products, row, strict=True):
+            own[:] = [kept * self.KEPT + value * other for kept, other in zip(own, (*row, seconds), strict=True)]
+        if self._count >= self.ENOUGH and self._most >= self.APART * self._least:
+            self.cost = self._fitted()
+
+    def _fitted(self) -> ChunkCost:
+        """Returns the cost by all subsets of the three parts of which none comes out negative: the one with the least
+        squares, which is the one that explains most."""
+        best, explained = (0.0, 0.0, 0.0), 0.0
+        for parts in ((0, 1, 2), (0, 1), (1, 2), (0, 2), (1,), (2,)):
+            found = _solved([[self._products[row][column] for column in (*parts, 3)] for row in parts])
+            if found is None or min(found) < 0:
+                continue
+            gain = sum(value * self._products[part][3] for part, value in zip(parts, found, strict=True))
+            if gain > explained:
+                values = dict(zip(parts, found, strict=True))
+                best, explained = (values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0)), gain
+        step, token, pair = best
+        if not (token or pair):
+            return self.cost
+        token = max(token, pair / self.MOST_OFF)
+        pair = min(max(pair, token / self.MOST_OFF), token * self.MOST_OFF)
+        return ChunkCost(token * self._prior.token, pair * self._prior.pair, step)
+
+
+def _solved(rows: list[list[float]]) -> list[float] | None:
+    """Returns the solution of linear equations, whose right sides stand last; None where there are several."""
+    size, scale = len(rows), [math.sqrt(row[at]) for at, row in enumerate(rows)]
+    if not all(scale):
+        return None
+    for at, row in enumerate(rows):
+        row[:] = [value / scale[at] / (scale[other] if other < size else 1.0) for other, value in enumerate(row)]
+    for at in range(size):  # symmetric and positive definite: no pivots are needed
+        if rows[at][at] < 1e-9:
+            return None
+        for below in rows[at + 1 :]:
+            factor = below[at] / rows[at][at]
+            below[:] = [value - factor * other for value, other in zip(below, rows[at], strict=True)]
+    found = [0.0] * size
+    for at in reversed(range(size)):
+        rest = rows[at][size] - sum(rows[at][other] * found[other] for other in range(at + 1, size))
+        found[at] = rest / rows[at][at]
+    return [value / one for value, one in zip(found, scale, strict=True)]
+
+
 def equal_compute_borders(tokens: int, chunks: int, cost: ChunkCost, *, cached: int = 0, block: int = 1) -> list[int]:
     """Returns the ends of `chunks` chunks of tokens [cached, tokens), ascending, the last one `tokens`: each costs the
     same but for the rounding of its borders to multiples of `block`, at most half a block each. A prompt with too few

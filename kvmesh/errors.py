@@ -268,6 +268,11 @@ class NonFiniteLogits(InternalError):
         self.rows = rows
 
 
+class RanksLost(RuntimeError):
+    """Another rank died or did not come in time: this one is in the middle of a step that nobody can finish. It is no
+    KvmeshError, as no request fails by it: the rank ends."""
+
+
 def _tree(cls: type[KvmeshError]) -> dict[str, type[KvmeshError]]:
     found = {cls.code: cls}
     for sub in cls.__subclasses__():

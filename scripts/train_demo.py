@@ -12,7 +12,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ RECIPES = {
 }
 
 
-def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Train the byte-level BPE; the full byte alphabet makes any text round-trip."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -97,7 +97,7 @@ def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(tokenizer_text(seed), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -286,7 +286,7 @@ def main() -> None:
     args.out, args.steps = args.out or recipe.out, args.steps or recipe.steps
     torch.set_num_threads(args.threads)
     given = args.start and Tokenizer.from_file(str(args.start / "tokenizer.json"))
-    tokenizer = given or train_tokenizer(args.seed, args.vocab)
+    tokenizer = given or train_tokenizer(tokenizer_text(args.seed), args.vocab)
     print(f"vocabulary of {tokenizer.get_vocab_size()} tokens", flush=True)
     model = train(args, recipe, tokenizer)
     save(args.out, recipe, tokenizer, model)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.chunk_pipeline import (
     ChunkCost,
+    FittedChunkCost,
     best_chunks,
     bounded_borders,
     equal_compute_borders,
@@ -80,6 +83,40 @@ def test_first_chunks_are_cheaper_where_the_last_would_be_too_short() -> None:
     bounded = bounded_borders(1 << 20, 8192, cost, block=256, least=1024)
     assert bounded[:10] == [8192 * n for n in range(1, 11)]
     assert len(bounded) < 700 and 1024 <= bounded[-1] - bounded[-2] < 1536
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    token=st.floats(1e-7, 1e-4), ratio=st.floats(1e-4, 1e-2), step=st.floats(0, 1e-2), scale=st.floats(1e-3, 1e3),
+    lengths=st.lists(st.integers(16, 4096), min_size=40, max_size=40),
+)  # fmt: skip
+def test_costs_of_chunks_are_learnt_from_what_they_took(
+    token: float, ratio: float, step: float, scale: float, lengths: list[int]
+) -> None:
+    """Whatever unit the prior has; equal chunks, too, tell tokens from pairs."""
+    told, start = ChunkCost(token, token * ratio, step), 0
+    fitted = FittedChunkCost(ChunkCost(scale, scale * ratio * 4))
+    for length in (*lengths, *(256,) * 20):
+        end = start + length
+        pairs = length * (start + (length + 1) / 2)
+        fitted.add(length, pairs, told.of(start, end))
+        start = end
+    learnt = fitted.cost
+    assert learnt.pair / learnt.token == pytest.approx(ratio, rel=1e-3) or len(set(lengths)) < 5
+    assert learnt.of(5000, 6000) == pytest.approx(told.of(5000, 6000), rel=1e-2)
+
+
+def test_costs_are_the_priors_until_tokens_and_pairs_are_told_apart() -> None:
+    prior = ChunkCost(3.0, 0.01)
+    fitted = FittedChunkCost(prior)
+    for _ in range(100):
+        fitted.add(512, 512 * 512 / 2, 0.1)
+        fitted.add(512, 512 * 512 / 2, math.inf)
+        fitted.add(0, 0.0, 0.1)
+    assert fitted.cost == prior
+    for start in range(0, 1 << 16, 512):  # pairs that seem to cost nothing still cost an eighth of what the prior says
+        fitted.add(512, 512 * (start + 256.5), 0.1)
+    assert fitted.cost.pair / fitted.cost.token == pytest.approx(0.01 / 3 / 8)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -294,7 +294,7 @@ def test_each_cell_has_a_test_that_runs_on_its_family() -> None:
     tests = dict(re.findall(r"^\| \*\*(\w)\*\* \| `(tests/[\w/]+\.py::\w+)` ", page, re.MULTILINE))
     runs_on = {letter: set(names(*test.split("::"))) for letter, test in tests.items()}
     rows = [line[2:-2].split(" | ") for line in page.splitlines() if re.match(r"\| [a-z0-9_]+ \| [A-Z ]+ \|", line)]
-    no_family = {"__init__", "blocks", "dispatch", "experts", "latent", "moe", "registry", "token_shares"}
+    no_family = {"__init__", "blocks", "dispatch", "experts", "latent", "moe", "mtp", "registry", "token_shares"}
     families = {path.stem for path in Path(models.__file__).parent.glob("*.py")} - no_family
     assert sorted(row[0] for row in rows) == sorted([*families, *families]), "a row for each family and precision"
     for family, *cells in rows:

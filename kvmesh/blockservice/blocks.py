@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from prometheus_client import Gauge
+
 from kvmesh.blockservice.checksums import ChecksumClient
 from kvmesh.blockservice.copies import Copies
 from kvmesh.blockservice.lease_spans import LeaseSpans
@@ -50,6 +52,7 @@ from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import LeaderTerms
 from kvmesh.telemetry import names
+from kvmesh.telemetry.summed_gauges import SummedGauges
 
 
 class QuotaEnforcer:
@@ -119,7 +122,8 @@ class BlockService:
 
     `ref()` is the reference of this incarnation; `transports` are those of the ranks. With `offload_percent` 100
     nothing is offloaded, and neither at a pool node. `tiers` are the tiers below DRAM, in use once `open_tiers` has
-    returned. `returning()` gives the keys of blocks that may come back from an earlier incarnation's memory.
+    returned. `returning()` gives the keys of blocks that may come back from an earlier incarnation's memory. `gauges`
+    are those of all block services of this process.
     """
 
     def __init__(
@@ -136,8 +140,10 @@ class BlockService:
         offload_percent: int = 100,
         tiers: TierSettings | None = None,
         returning: Callable[[], list[bytes]] | None = None,
+        gauges: SummedGauges | None = None,
     ) -> None:
         names.activate("node")
+        self._gauges = gauges or SummedGauges()
         own = ref()
         self.partitions = partitions
         self.max_lease_ms = lease_ms
@@ -483,14 +489,19 @@ class BlockService:
             if self._tiering is not None:
                 self._tiering.tidy()
             answer = counted(self.partitions)
-            names.NODE_LEASES.set(answer.pools.store_leases)
-            names.NODE_EVICTED.set(answer.evicted)
-            names.NODE_CAPACITY.set(answer.capacity_bytes)
-            names.NODE_FREE.set(self.partitions.free_bytes)
-            names.NODE_FRAGMENTATION.set(self.partitions.fragmentation)
-            names.NODE_BLOCKS.labels(state="sealed").set(answer.pools.store_blocks)
-            names.NODE_BLOCKS.labels(state="writing").set(answer.pools.store_writing)
-            names.NODE_BLOCKS.labels(state="free").set(answer.pools.extents_free)
+            values: dict[Gauge, float] = {
+                names.NODE_LEASES: answer.pools.store_leases,
+                names.NODE_EVICTED: answer.evicted,
+                names.NODE_CAPACITY: answer.capacity_bytes,
+                names.NODE_FREE: self.partitions.free_bytes,
+                names.NODE_FRAGMENTATION: self.partitions.fragmentation,  # of a pool node, which is alone
+                names.NODE_BLOCKS.labels(state="sealed"): answer.pools.store_blocks,
+                names.NODE_BLOCKS.labels(state="writing"): answer.pools.store_writing,
+                names.NODE_BLOCKS.labels(state="free"): answer.pools.extents_free,
+            }
+            if self._tiering is not None:
+                values |= self._tiering.gauges
+            self._gauges.set(self, values)
             await asyncio.sleep(TIDY_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

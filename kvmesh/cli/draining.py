@@ -13,6 +13,7 @@ from typing import Any
 from kvmesh.cli.console import console
 from kvmesh.cli.status import count
 from kvmesh.errors import KvmeshError, Unavailable, UnknownInstance
+from kvmesh.membership.places import instance_of
 
 LOOK_S = 0.5  # between two looks
 ASK_S = 3.0  # a store master has so long to answer
@@ -153,10 +154,12 @@ async def looking(instance: str, conductors: Sequence[str], masters: str) -> Asy
 
         told = await asyncio.gather(*map(ask_conductor, conductors))
         answered = [one for one in told if "error" not in one]
-        seen = [i for one in answered for i in one["instances"] if i["instance"]["instance_id"] == instance]
+        seen = [i for one in answered for i in one["instances"] if instance_of(_name(i)) == instance_of(instance)]
         if answered and not seen:
             return DrainLook(gone=True)
-        requests = requests_of(seen, await _pools(seen[0]) if seen else {})
+        places = {name: [i for i in seen if _name(i) == name] for name in dict.fromkeys(map(_name, seen))}
+        pools = await asyncio.gather(*(_pools(same[0]) for same in places.values()))
+        requests = sum(requests_of(same, own) for same, own in zip(places.values(), pools, strict=True))
         if not seen:
             return DrainLook(why_not="no conductor answers", minded=None)
         minded = all(one["cordon"] == "CORDON_STATE_DRAINING" for one in seen)
@@ -167,7 +170,7 @@ async def looking(instance: str, conductors: Sequence[str], masters: str) -> Asy
             if not named:
                 return DrainLook(requests, why_not="no conductor knows a store master")
             callers.append(LeaderClient(service, LeaderTracker(named)))
-        return await _blocks(callers[0], instance, requests)
+        return together([await _blocks(callers[0], place) for place in places], requests)
 
     try:
         yield look
@@ -185,7 +188,26 @@ def requests_of(seen: Sequence[dict[str, Any]], pools: dict[str, Any]) -> int:
     return int(max(there, sum(one.get("pending_requests", 0) for one in seen), pools.get("handoffs", 0)))
 
 
-async def _blocks(caller: Any, instance: str, requests: int) -> DrainLook:
+def together(looks: Sequence[DrainLook], requests: int) -> DrainLook:
+    """Returns what was seen of an instance with so many requests, of whose places' blocks these looks are."""
+    if any(look.gone for look in looks):
+        return DrainLook(requests, gone=True)
+    counted = [look.blocks for look in looks if look.blocks is not None]
+    return DrainLook(
+        requests,
+        sum(counted) if len(counted) == len(looks) else None,
+        sum(look.moved for look in looks),
+        "; ".join(dict.fromkeys(look.why_not for look in looks if look.why_not)),
+        all(look.drained for look in looks),
+        looks[0].takers,
+    )
+
+
+def _name(seen: dict[str, Any]) -> str:
+    return str(seen["instance"]["instance_id"])
+
+
+async def _blocks(caller: Any, instance: str) -> DrainLook:
     from kvmesh.rpc.pb import common_pb2, store_pb2
 
     drain = store_pb2.DrainRequest(instance_id=instance)
@@ -193,8 +215,8 @@ async def _blocks(caller: Any, instance: str, requests: int) -> DrainLook:
         told = await caller.call("Drain", drain, ASK_S)
         members = (await caller.call("ListMembers", store_pb2.ListMembersRequest(), ASK_S)).members
     except UnknownInstance:
-        return DrainLook(requests, gone=True)
+        return DrainLook(gone=True)
     except KvmeshError as error:
-        return DrainLook(requests, why_not=f"no store master tells of its blocks ({error.message})")
+        return DrainLook(why_not=f"no store master tells of its blocks ({error.message})")
     takers = sum(m.role == common_pb2.ROLE_POOL and m.instance.instance_id != instance for m in members)
-    return DrainLook(requests, told.sole_blocks, told.moved, told.why_not, told.done, takers)
+    return DrainLook(0, told.sole_blocks, told.moved, told.why_not, told.done, takers)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
+from kvmesh.cli.instances import axes_text
 from kvmesh.errors import ConfigError, InvalidRequest
 
 _ROLES = (("ROLE_PREFILL", "prefill"), ("ROLE_DECODE", "decode"))
@@ -106,7 +107,7 @@ def _table(word: str, candidates: list[dict[str, Any]], width: int) -> Table:
         terms = {term["name"]: term["value"] for term in one["terms"]}
         table.add_row(
             "→" if one["chosen"] else "",
-            escape(one["instance"]["instance_id"]),
+            escape(" ".join(filter(None, (one["instance"]["instance_id"], axes_text(one))))),
             str(one["local_blocks"]),
             str(one["pulled_blocks"]),
             *([str(one["loaded_blocks"]), _tier(one)] if below else []),

@@ -1,4 +1,4 @@
-"""Is a service ready? grpc.health.v1 for each, and `/ready` for the gateway."""
+"""Is a service ready? grpc.health.v1 for each, and `/ready` for the gateway. And who lends ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import http.client
 import json
 import socket
 import ssl
+from collections.abc import Iterable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.channels import CHANNEL_OPTIONS
+from kvmesh.rpc.pb import ranks_pb2, ranks_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.security import PLAINTEXT, Security
 
 
@@ -33,6 +35,32 @@ def health(address: str, timeout_s: float = 1.0, tls: Security = PLAINTEXT) -> s
         except grpc.RpcError as err:
             return str(err.code().name)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def rank_hosts(
+    masters: Iterable[str], timeout_s: float = 1.0, tls: Security = PLAINTEXT
+) -> Sequence[ranks_pb2.RankHostState] | None:
+    """Returns the machines that lend ranks, as the store master that leads knows them; None: none leads, or answers."""
+    for address in masters:
+        with _channel(address, tls) as channel:
+            stub = store_pb2_grpc.StoreMasterStub(channel)
+            try:
+                return stub.ListRankHosts(store_pb2.ListRankHostsRequest(), timeout=timeout_s).hosts
+            except grpc.RpcError:
+                continue
+    return None
+
+
+def rank_host(
+    address: str, timeout_s: float = 1.0, tls: Security = PLAINTEXT
+) -> ranks_pb2.GetRankHostStatusResponse | None:
+    """Returns what a rank host says of itself; None: it does not answer."""
+    with _channel(address, tls) as channel:
+        try:
+            request = ranks_pb2.GetRankHostStatusRequest()
+            return ranks_pb2_grpc.RankHostStub(channel).GetStatus(request, timeout=timeout_s)
+        except grpc.RpcError:
+            return None
 
 
 def gateway_ready(address: str, timeout_s: float = 1.0, *, https: bool = False) -> bool:

@@ -77,7 +77,7 @@ SERVICES: dict[str, Service] = {
     ),
     "ranks": Service(
         "Rank host: runs ranks of instances whose front is on another machine (their --rank-hosts).",
-        "--host 10.0.0.2 --port 7050 --model ./my-model",
+        "--host 10.0.0.2 --port 7050 --model ./my-model --store 10.0.0.1:7002",
         ("kvmesh.instance.rank_host_config", "RanksConfig"),
         "kvmesh.instance.rank_host",
     ),
@@ -146,6 +146,7 @@ def serve(service: str, config: ServiceConfig) -> None:
     """Run one service until it is told to stop."""
     from kvmesh.cli.up import hashing
     from kvmesh.instance.config import InstanceConfig
+    from kvmesh.instance.rank_lending import placed
     from kvmesh.rpc import exposure, process, security
     from kvmesh.rpc.addresses import split
     from kvmesh.rpc.server import check_port
@@ -156,7 +157,7 @@ def serve(service: str, config: ServiceConfig) -> None:
         host = config.metrics_host if key == "metrics_port" else ""
         check_port(host or config.host, getattr(config, key, 0), key)
     for key in ("conductor", "store"):
-        if (addresses := getattr(config, key, None)) is not None:
+        if (addresses := getattr(config, key, None)) is not None and (addresses or service != "ranks"):
             for address in split(addresses, key):
                 check_peer(key, address)
     config = resolved(config)
@@ -190,7 +191,9 @@ def serve(service: str, config: ServiceConfig) -> None:
                 write_ready(Path(config.ready_file), told)
 
         async def main(stop: asyncio.Event) -> None:
-            await run(config, stop, started)
+            placed_config = await placed(config, stop) if isinstance(config, InstanceConfig) else config
+            if placed_config is not None:
+                await run(placed_config, stop, started)
             log.info("stopped")
 
         process.run(main, stop_s=STOP_S + _grace_s(config))

@@ -15,10 +15,24 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
+from kvmesh.cli.instances import axes_text, ranks_text
 from kvmesh.cli.store.target import patiently, size
 
 TIERS = ("device", "host", "remote")
-_TEXTS = ("service", "address", "state", "instance", "role", "model", "node store", "tier", "")
+_TEXTS = (
+    "service",
+    "address",
+    "state",
+    "instance",
+    "instances",
+    "rank host",
+    "role",
+    "model",
+    "axes",
+    "node store",
+    "tier",
+    "",
+)
 _ORDER = {"ROLE_PREFILL": 0, "ROLE_DECODE": 1, "ROLE_BOTH": 2, "ROLE_POOL": 3}
 _WIDE = 110
 _NO_BIAS = 0.03
@@ -55,7 +69,8 @@ def status(
     free pages, free extents: of all there are; cached blocks that may go count as free. blocks: sealed/all; of a pool
     node that does not hold blocks of exactly one model, sealed in all its memory. device, host, remote, hits: share of
     the prompt tokens of an instance, since its start, found in its device pages, its own host segment, other nodes,
-    all together. tier: what a node keeps below its memory; block: how long reading one block of it is expected to take.
+    all together. axes: along which axes, and how many, ranks share an instance's model. tier: what a node keeps below
+    its memory; block: how long reading one block of it is expected to take.
 
     Leaves with 1 when a service does not answer. Examples:
 
@@ -113,6 +128,8 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
         parts.append(f"[dim]metrics (Prometheus): {escape(', '.join(metrics))}[/]")
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []), width)]
+        if hosts := found.get("rank_hosts", {}).get("hosts"):
+            parts += ["", _rank_hosts(hosts)]
         if errors := found["conductor"].get("group_errors"):
             parts += ["", _predictions(errors)]
     if found["node_stores"]:
@@ -121,6 +138,17 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
             parts += [lower, ""]
         parts += _cache(found)
     return Group(*parts)
+
+
+def _rank_hosts(hosts: list[dict[str, Any]]) -> Table:
+    """Shows the machines that lend ranks, and to whom."""
+    table = _table("rank host", "address", "ranks", "GPUs", "instances")
+    for one in hosts:
+        uses = [f"{use['instance_id']} ({ranks_text(use['ranks'])})" for use in one["uses"]]
+        count = sum(len(use["ranks"]) for use in one["uses"])
+        texts = (one["node_id"], one["instance"]["address"], f"{count}/{one['max_ranks']}", str(one["gpus"]))
+        table.add_row(*map(escape, texts), escape(", ".join(uses)) or "[dim]free[/]")
+    return table
 
 
 def _at(run: dict[str, Any]) -> str:
@@ -205,6 +233,8 @@ def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
     kind = ["model"] if several else []
     if not several or width >= _WIDE:
         kind.insert(0, "role")
+    if any(axes_text(one) for one in instances):
+        kind.append("axes")
     notes = {_id(one): _notes(one, one["pools"]) for one in instances}
     beside = width >= _WIDE  # a narrow screen has no room for them in the table
     more = [""] if beside else []
@@ -214,7 +244,7 @@ def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
         broken = "error" in pools
         table.add_row(
             escape(_id(one)),
-            *(_role(one) if word == "role" else escape(one["model"]) for word in kind),
+            *(_of_kind(one, word) for word in kind),
             _work(one),
             str(load.get("queued_requests", 0)),
             str(load.get("running_requests", 0)),
@@ -226,6 +256,12 @@ def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
         )
     below = [] if beside else [f"[dim]{escape(name)}: {escape(note)}[/]" for name, note in notes.items() if note]
     return Group(table, *below)
+
+
+def _of_kind(one: dict[str, Any], word: str) -> str:
+    if word == "axes":
+        return escape(axes_text(one))
+    return _role(one) if word == "role" else escape(one["model"])
 
 
 def _work(one: dict[str, Any]) -> str:

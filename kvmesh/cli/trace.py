@@ -29,6 +29,9 @@ _SHOWN = {
     "kvmesh.cached_tokens": "cached",
     "kvmesh.computed_tokens": "computed",
     "kvmesh.chunks": "chunks",
+    "kvmesh.stage.busy_ms": "busy",
+    "kvmesh.stage.idle_ms": "idle",
+    "kvmesh.bubble": "bubble",
     "kvmesh.transfer.bytes": "bytes",
     "kvmesh.transfer.transport": "over",
     "kvmesh.blocks": "blocks",
@@ -230,6 +233,10 @@ def _told(name: str, value: Any) -> bool:
 def _shown(name: str, value: Any) -> str:
     if name == "bytes":
         return f"{value / 1024:,.0f} KiB"
+    if name in ("busy", "idle"):
+        return f"{name}={value:.1f} ms"
+    if name == "bubble":
+        return f"{name}={value:.1%}"
     return f"{name}={escape(str(value))}"
 
 
@@ -243,7 +250,15 @@ def _rows(table: Table, node: SpanNode, head: str, tail: str, first: int, length
         shown.append(escape(str(span["status"])))
     left = (node.start_ns - first) * _BAR // length
     width = max(1, round((node.end_ns - node.start_ns) * _BAR / length))
-    bar = " " * min(left, _BAR - 1) + "[cyan]" + "━" * min(width, _BAR - min(left, _BAR - 1)) + "[/]"
+    line = "━" * min(width, _BAR - min(left, _BAR - 1))
+    if node.pieces:  # a stage of a pipeline: busy in its chunks, idle between them
+        name = f"{name} {attributes.get('kvmesh.stage.number', '')}"
+        marks = [(piece.start_ns, piece.end_ns) for piece in node.pieces]
+        middles = [
+            node.start_ns + (2 * at + 1) * (node.end_ns - node.start_ns) // (2 * len(line)) for at in range(len(line))
+        ]
+        line = "".join("━" if any(start <= at < end for start, end in marks) else "╌" for at in middles)
+    bar = " " * min(left, _BAR - 1) + "[cyan]" + line + "[/]"
     table.add_row(
         f"{head}{name}",
         escape(str(span.get("instance") or span["service"])),
@@ -252,6 +267,7 @@ def _rows(table: Table, node: SpanNode, head: str, tail: str, first: int, length
         *((bar,) if wide else ()),
         " ".join(shown),
     )
-    for index, child in enumerate(node.children):
-        final = index == len(node.children) - 1
+    children = [] if node.pieces else node.children
+    for index, child in enumerate(children):
+        final = index == len(children) - 1
         _rows(table, child, tail + ("└─ " if final else "├─ "), tail + ("   " if final else "│  "), first, length, wide)

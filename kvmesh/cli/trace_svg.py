@@ -18,6 +18,7 @@ _COLOURS = {
     "pool": "#439894",
 }
 _OTHER = "#888888"
+OPAQUE, FAINT = "", ' fill-opacity=".25"'
 _STYLE = """
 text{font:12px system-ui,sans-serif;fill:var(--ink)} .dim{fill:var(--dim)} .grid{stroke:var(--grid)}
 .gap{fill:#e45756;fill-opacity:.18} .failed{stroke:#e45756;stroke-width:2}
@@ -38,9 +39,10 @@ def ticks(length_ms: float, most: int = 8) -> list[float]:
 
 def drawing(trace_id: str, roots: list[SpanNode]) -> str:
     """Returns the SVG."""
-    rows = [row for root in roots for row in root.all()]
-    first = min(node.start_ns for _, node in rows)
-    length = max(1, max(node.end_ns for _, node in rows) - first)
+    rows = [row for root in roots for row in root.rows()]
+    every = [node for root in roots for _, node in root.all()]
+    first = min(node.start_ns for node in every)
+    length = max(1, max(node.end_ns for node in every) - first)
     high = HEAD + ROW * len(rows) + 30
 
     def x(ns: int) -> float:
@@ -71,11 +73,27 @@ def drawing(trace_id: str, roots: list[SpanNode]) -> str:
         colour = _COLOURS.get(str(node.span["service"]), _OTHER)
         wide = max(1.5, (node.end_ns - node.start_ns) * PLOT / length)
         failed = ' class="failed"' if node.span["status"] else ""
+        name, stage = node.name.removeprefix("kvmesh."), node.span["attributes"].get("kvmesh.stage.number")
+        label = name if stage is None else f"{name} {stage}"
         parts.append(
-            f'<text x="{12 + 14 * depth}" y="{y + 14}">{escape(node.name.removeprefix("kvmesh."))}</text>'
+            f'<text x="{12 + 14 * depth}" y="{y + 14}">{escape(label)}</text>'
             f'<text class="dim" x="{LABEL - 110}" y="{y + 14}">{escape(node.where[:16])}</text>'
             f'<rect x="{x(node.start_ns):.1f}" y="{y + 3}" width="{wide:.1f}" height="{ROW - 7}" rx="2" '
-            f'fill="{colour}"{failed}/>'
+            f'fill="{colour}"{failed}{OPAQUE if not node.pieces else FAINT}/>'
+        )
+        for piece in node.pieces:
+            wide = max(0.8, (piece.end_ns - piece.start_ns) * PLOT / length - 0.7)
+            told = piece.span["attributes"]
+            title = (
+                f"tokens {told.get('kvmesh.chunk.start', '')} to {told.get('kvmesh.chunk.end', '')}: "
+                f"{(piece.end_ns - piece.start_ns) / 1e6:.1f} ms, "
+                f"idle before {told.get('kvmesh.stage.idle_ms', 0):.1f} ms"
+            )
+            parts.append(
+                f'<rect x="{x(piece.start_ns):.1f}" y="{y + 3}" width="{wide:.1f}" height="{ROW - 7}" '
+                f'fill="{colour}"><title>{escape(title)}</title></rect>'
+            )
+        parts.append(
             f'<text class="dim" x="{min(x(node.end_ns), LABEL + PLOT) + 5:.1f}" y="{y + 14}">'
             f"{(node.end_ns - node.start_ns) / 1e6:.1f} ms</text>"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 _LEAST_NS = 500_000  # a shorter gap is not named
 _LEAST_SHARE = 0.01  # of what is looked at, likewise
+_STAGE = "kvmesh.stage"
 
 
 @dataclass
@@ -34,6 +35,17 @@ class SpanNode:
     @property
     def end_ns(self) -> int:
         return int(self.span["end_ns"])
+
+    @property
+    def pieces(self) -> list[SpanNode]:
+        """The spans that are shown in this one's own row: the chunks of a pipeline's stage."""
+        return self.children if self.name == _STAGE else []
+
+    def rows(self, depth: int = 0) -> Iterator[tuple[int, SpanNode]]:
+        """Yields (depth, span) as `all` does, without what is shown in another's row."""
+        yield depth, self
+        for child in [] if self.pieces else self.children:
+            yield from child.rows(depth + 1)
 
     def all(self, depth: int = 0) -> Iterator[tuple[int, SpanNode]]:
         """Yields (depth, span) of this span and everything below it, in order."""

@@ -33,15 +33,12 @@ class RankPlace(NamedTuple):
     tp: int
 
 
-SERVED_AXES = ("dp", "pp", "tp")  # those that instances can be started with; the engine knows the others
-
-
 @dataclass(frozen=True, slots=True)
 class Axes:
     """How many ranks there are along each axis. `ep` names axes in the order of `EXPERT_AXES`; with none of them
     experts are cut as `experts_cut` says, over the ranks that share an MLP. `interleave` is the number of tokens that
-    lie together at one rank of `cp` or `dcp` before the next has its turn; 0: one block. Raises ConfigError where this
-    cannot be."""
+    lie together at one rank of `cp` or `dcp` before the next has its turn; 0: a rank's part of a block, the only one
+    that instances are served with. Raises ConfigError where this cannot be."""
 
     dp: int = 1
     pp: int = 1
@@ -118,18 +115,26 @@ class Axes:
         if tensor_parallel not in (1, axes.tp):
             why = f"{mesh_key}={text!r} has tp={axes.tp}: say it there"
             raise ConfigError(f"{tp_key}={tensor_parallel}: {why}", field=tp_key)
-        extra = [name for name in (*NAMES, "dcp") if name not in SERVED_AXES and getattr(axes, name) > 1]
-        if extra:
-            why = f"no instance has the axis {extra[0]} yet, only {', '.join(SERVED_AXES)} and ep"
+        if axes.interleave:
+            why = "an instance keeps what a rank has of a block in one piece: leave interleave out"
             raise ConfigError(f"{mesh_key}={text!r}: {why}", field=mesh_key)
-        if axes.pp > 1 and axes.dp > 1:
-            raise ConfigError(f"{mesh_key}={text!r}: no instance has dp and pp yet, only one of them", field=mesh_key)
         return axes
+
+    def check_blocks(self, block_tokens: int) -> None:
+        """Raises ConfigError unless the ranks that share contexts can have equal parts of a block's tokens."""
+        if block_tokens % self.turns:
+            names = " times ".join(f"{name}={size}" for name in ("cp", "dcp") if (size := getattr(self, name)) > 1)
+            raise ConfigError(f"{names}: must divide block_tokens={block_tokens}", field="mesh")
 
     @property
     def world(self) -> int:
         """The number of ranks."""
         return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def turns(self) -> int:
+        """The number of ranks that share the tokens of each context."""
+        return self.cp * self.dcp
 
     @property
     def mlp(self) -> int:

@@ -102,7 +102,11 @@ class DecodeBatch(NamedTuple):
     does; the token that it samples is the `indices[i]`-th of the answer, counted from 0 and including what an earlier
     attempt made: `answered + token_index`. Columns are int64 `[rows]`, which nobody changes before the step has
     ended. Of a runner that has memory for each cache group, `groups[g][i]` is what a DecodeInput's `groups[g]` is of
-    row i, and `pages` is not read."""
+    row i, and `pages` is not read.
+
+    A request whose draft is verified has a row for its last token and one for each token of the draft, at the positions
+    behind it and over the same pages: `lengths`, int64 `[requests]`, says how many rows in order are of each request;
+    None: one each. A row sees those of its request before it."""
 
     token_ids: Column
     positions: Column
@@ -110,6 +114,7 @@ class DecodeBatch(NamedTuple):
     pages: Sequence[Sequence[int]]
     params: Sequence[SampleParams]
     groups: Sequence[Sequence[Sequence[int]]] = ()
+    lengths: Column | None = None
 
     @classmethod
     def of(cls, rows: Sequence[DecodeInput]) -> DecodeBatch:

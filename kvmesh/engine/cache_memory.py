@@ -161,6 +161,20 @@ class StateMemory:
         index = torch.tensor([sources, targets], dtype=torch.int64, device=tensor.device)
         tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
+    def kept(self, slots: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Returns copies of the states in `slots[i]` of each of `tensors`."""
+        found = []
+        for at, (tensor, own) in enumerate(zip(self.tensors, slots, strict=True)):
+            self.check(at, own)
+            found.append(tensor.index_select(0, torch.tensor(own, dtype=torch.int64, device=tensor.device)))
+        return found
+
+    def put_back(self, slots: Sequence[Sequence[int]], kept: Sequence[torch.Tensor], which: Sequence[int]) -> None:
+        """Writes those of the copies that are `which` back to where they were."""
+        for tensor, own, copies in zip(self.tensors, slots, kept, strict=True):
+            index = torch.tensor([(own[at], at) for at in which], dtype=torch.int64, device=tensor.device)
+            tensor.index_copy_(0, index[:, 0], copies.index_select(0, index[:, 1]))
+
 
 class StateStep(NamedTuple):
     """Names the states of one step. A sequence is a decode row, of which there are `rows` at first, or a chunk of a

@@ -20,7 +20,16 @@ from typing import Any
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.fingerprint import Fingerprint, Progress, fingerprint
-from kvmesh.engine.tensors import HEAD, canonical_name, expected_tensors
+from kvmesh.engine.tensors import (
+    HEAD,
+    MTP_JOIN,
+    Shape,
+    canonical_name,
+    expected_tensors,
+    layer_prefix,
+    mtp_copies,
+    mtp_tensors,
+)
 from kvmesh.errors import CheckpointError
 
 ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -43,18 +52,38 @@ class TensorInfo:
 @dataclass(slots=True)
 class Checkpoint:
     """Is an opened folder of weights. `raw(name)` maps a tensor's bytes; `close()` (or `with`) lets the mappings go
-    once no view of them is left. For `cache_dir` see `kvmesh.engine.fingerprint`."""
+    once no view of them is left. `mtp` has the tensors of an MTP head, which neither the model's answers nor its
+    fingerprint depend on. For `cache_dir` see `kvmesh.engine.fingerprint`."""
 
     path: Path
     config: ModelConfig
     tensors: Mapping[str, TensorInfo]
     cache_dir: str = ""
+    mtp: Mapping[str, TensorInfo] = field(default_factory=dict)
     _fingerprinted: Future[Fingerprint] | None = None
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the files have an MTP head, or parts of one."""
+        return layer_prefix(self.config.layers) + MTP_JOIN in self.mtp
+
+    def check_mtp(self) -> None:
+        """Raises CheckpointError unless the files have a whole MTP head of a model that may have one."""
+        if not self.config.mtp_layers:
+            raise CheckpointError(f"{self.path}: {self.config.architecture} has no MTP head", field="speculate")
+        expected = mtp_tensors(self.config)
+        expected |= {name: shape for name, shape in mtp_copies(self.config).items() if name in self.mtp}
+        for _ in _checked(expected, self.mtp, str(self.path)):
+            pass
+
+    def info(self, name: str) -> TensorInfo:
+        """Says where a tensor of the model, or of its MTP head, lies."""
+        return self.tensors.get(name) or self.mtp[name]
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +129,7 @@ class Checkpoint:
 
     def raw(self, name: str) -> memoryview:
         """Maps the tensor's bytes. The mapping is private: writes to it reach neither the file nor anyone else."""
-        info = self.tensors[name]
+        info = self.info(name)
         if info.file not in self._maps:
             with _reading(info.file), info.file.open("rb") as file:
                 self._maps[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -108,7 +137,7 @@ class Checkpoint:
 
     def release(self, name: str) -> None:
         """Gives back the memory that reading the tensor took; views of it stay valid and read the file again."""
-        info = self.tensors[name]
+        info = self.info(name)
         first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < end and info.file in self._maps:
@@ -144,7 +173,8 @@ def open_checkpoint(path: str | Path, max_context_tokens: int = 0, cache_dir: st
         raise CheckpointError(f"{folder}: {err.message}", field=err.field) from None
     found = {canonical_name(config, name): info for name, info in _shards(folder).items()}
     tensors = {name: found[name] for name in check_tensors(config, found, str(folder))}
-    return Checkpoint(folder, config, tensors, cache_dir)
+    of_head = {**mtp_tensors(config), **mtp_copies(config)} if config.mtp_layers else {}
+    return Checkpoint(folder, config, tensors, cache_dir, {name: found[name] for name in of_head if name in found})
 
 
 def open_weights(path: str | Path, served: ModelConfig, max_context_tokens: int = 0) -> Checkpoint:
@@ -257,6 +287,11 @@ def check_tensors(config: ModelConfig, found: Mapping[str, TensorInfo], where: s
     expected = expected_tensors(config)
     if HEAD in found:  # config says tied but the file brings a head of its own: transformers uses it
         expected.setdefault(HEAD, (config.vocab_size, config.hidden_size))
+    return _checked(expected, found, where)
+
+
+def _checked(expected: Mapping[str, Shape], found: Mapping[str, TensorInfo], where: str) -> Iterator[str]:
+    """Returns the names of the tensors that are expected, each checked; others in the files are ignored."""
     for name, shape in expected.items():
         info = found.get(name)
         if info is None:

@@ -16,7 +16,7 @@ from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
 from kvmesh.engine.config_latent import LatentConfig
 from kvmesh.engine.config_positions import NopeConfig, normed_without_weight, read_chunks, read_nope
-from kvmesh.engine.config_read import bad, boolean, integer, positive
+from kvmesh.engine.config_read import bad, boolean, integer, natural, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
 from kvmesh.errors import CheckpointError
 from kvmesh.kvcache.cache_groups import CacheGroup, CacheLayout, check_groups, derive_groups
@@ -124,6 +124,7 @@ class ModelConfig:
     chunks: tuple[int, ...] = ()  # of each layer, in tokens; 0: none; (): no layer has one
     nope: NopeConfig | None = None
     qk_norm_plain: bool = False  # queries and keys of layers with rope are normed, without weights
+    mtp_layers: int = 0  # MTP heads that the files may have behind the model's layers (`kvmesh.engine.models.mtp`)
 
     @classmethod
     def from_hf(
@@ -149,6 +150,7 @@ class ModelConfig:
         wanted = max_context_tokens or max_positions
         rope, local_rope = read_ropes(raw, family, head_dim if latent is None else latent.rope, max_positions, wanted)
         attention_bias = boolean(raw, "attention_bias") if family.qkv_bias is None else False
+        experts = family.experts(raw, layers) if family.experts else None
         return cls(
             architecture=architecture,
             vocab_size=vocab,
@@ -182,7 +184,7 @@ class ModelConfig:
             row_norm=family.row_norm,
             residual_scale=_multiplier(raw, family, "residual_multiplier"),
             logit_divisor=_multiplier(raw, family, "logits_scaling"),
-            experts=family.experts(raw, layers) if family.experts else None,
+            experts=experts if experts is not None and experts.layers else None,
             fused=family.fused,
             text_config=family.text_config,
             delta=DeltaConfig.from_hf(raw, layers) if family.delta else None,
@@ -191,6 +193,7 @@ class ModelConfig:
             chunks=read_chunks(raw, layers) if family.chunked else (),
             nope=read_nope(raw, layers) if family.chunked else None,
             qk_norm_plain=family.chunked and normed_without_weight(raw),
+            mtp_layers=natural(raw, "num_nextn_predict_layers", 1) if family.mtp else 0,
         )
 
     def canonical(self) -> dict[str, Any]:
@@ -200,11 +203,15 @@ class ModelConfig:
         new keeps its keys."""
         values = asdict(self)
         new = {field.name for field in fields(self) if field.default == getattr(self, field.name)} - _FIRST_FIELDS
-        for name in {"eos_token_ids", "max_context_tokens", "max_position_embeddings", "dtype"} | new:
+        for name in {"eos_token_ids", "max_context_tokens", "max_position_embeddings", "dtype", "mtp_layers"} | new:
             del values[name]
         if self.experts is not None:
             values["experts"] = self.experts.canonical()
         return values
+
+    def has_experts(self, layer: int) -> bool:
+        """Says whether a layer has experts in place of an MLP. The layer of an MTP head has them if any other has."""
+        return self.experts is not None and (layer in self.experts.layers or layer >= self.layers)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

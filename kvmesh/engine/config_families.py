@@ -78,6 +78,7 @@ class Family:
     sinks: bool = False  # attention has sinks
     chunked: bool = False  # layers see chunks, some have no rope, queries and keys are normed without weights
     dense_size: str = "intermediate_size"  # the key that says how wide the MLPs are
+    mtp: bool = False  # the files may have MTP heads; one where config.json does not say how many
 
 
 NULLABLE = (
@@ -279,6 +280,7 @@ FAMILIES: Mapping[str, Family] = {
         rope_types=("default",),
         partial_rotary=True,
         experts=read_glm4_moe,
+        mtp=True,
     ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2",
@@ -306,6 +308,7 @@ FAMILIES: Mapping[str, Family] = {
         partial_rotary=True,
         experts=read_qwen3_next,
         delta=True,
+        mtp=True,
     ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
@@ -324,9 +327,11 @@ FAMILIES: Mapping[str, Family] = {
         latent=True,
     ),
     "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True
+        "deepseek_v3", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True, mtp=True
     ),
-    "KimiK2ForCausalLM": Family("kimi_k2", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True),
+    "KimiK2ForCausalLM": Family(
+        "kimi_k2", _DEEPSEEK_V3, layer_types=False, experts=read_deepseek_v3, latent=True, mtp=True
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss", _GPT_OSS, qkv_bias=None, slides=_every_other, experts=read_gpt_oss, sinks=True
     ),

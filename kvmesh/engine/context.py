@@ -1,12 +1,12 @@
 """Which tokens of a context lie at which of the ranks that share it; arithmetic, without torch.
 
 Ranks take turns: of D ranks, rank r keeps the tokens at positions p with p // I % D == r, for an interleave of I
-tokens. A rank packs what it keeps: its n-th token of a request lies in slot n % block of page n // block of the
-request's table, so the table, which is the same at every rank, has a D-th of the pages, and the token budget is D
-times one rank's. With I of one block, a rank's page is one block of the prompt, block `page * D + r`, and can be
-stored and moved as such (`ShardLayout.turn`). With another I, a page holds pieces of several blocks and is of use to
-this instance alone: the engine takes any I, stores and transfers take one block only. Within the instance requests can
-share the pages of a prefix of whole rounds, `D * block` tokens, where I divides the block.
+tokens. A rank packs what it keeps: its pages have P tokens, and its n-th token of a request lies in slot n % P of page
+n // P of the request's table, which is the same at every rank. I divides P, so page n of all ranks together has the
+tokens of block n of the prompt, D * P of them: requests count, share and evict blocks as those of one rank do, and the
+token budget is D times one rank's. With I = P, the default, what a rank has of a block is a part of its tokens in one
+piece, and can be stored and moved (`ShardLayout.turn`). With another I it is of use to this instance alone: the engine
+takes any, stores and transfers take I = P only.
 
     D = 2, I = 1   position  0 1 2 3 4 5 6 7      D = 2, I = 2   position  0 1 2 3 4 5 6 7
                    rank      0 1 0 1 0 1 0 1                     rank      0 0 1 1 0 0 1 1
@@ -30,6 +30,12 @@ from kvmesh.errors import ConfigError
 Positions = npt.NDArray[np.int64]
 
 
+def context_turn(axes: Axes, rank: int) -> int:
+    """Returns the turn of a rank among `axes.turns`: the ranks of `cp`, and within them those of `dcp`, take turns."""
+    place = axes.place(rank)
+    return place.cp * axes.dcp + place.tp % axes.dcp
+
+
 @dataclass(frozen=True, slots=True)
 class ContextShare:
     """Says what of every context lies at rank `turn` of `turns`, `interleave` tokens at a time."""
@@ -46,11 +52,16 @@ class ContextShare:
             )
 
     @classmethod
-    def of(cls, axes: Axes, rank: int, block_tokens: int) -> ContextShare:
-        """Returns what this rank of a mesh has: the ranks of `cp`, and within them those of `dcp`, take turns."""
-        place = axes.place(rank)
-        turn = place.cp * axes.dcp + place.tp % axes.dcp
-        return cls(turn, axes.cp * axes.dcp, axes.interleave or block_tokens)
+    def of(cls, axes: Axes, rank: int, page_tokens: int) -> ContextShare:
+        """Returns what this rank of a mesh has, whose pages have so many tokens. Raises ConfigError unless the
+        interleave divides that."""
+        interleave = axes.interleave or page_tokens
+        if page_tokens % interleave:
+            raise ConfigError(
+                f"mesh: interleave={interleave} must divide the {page_tokens} tokens of a rank's page",
+                field="interleave",
+            )
+        return cls(context_turn(axes, rank), axes.turns, interleave)
 
     def local_len(self, length: int) -> int:
         """Returns how many of the first `length` tokens lie here."""
@@ -72,12 +83,6 @@ class ContextShare:
         """Returns the position of this rank's token number `local`."""
         rounds, rest = divmod(local, self.interleave)
         return (rounds * self.turns + self.turn) * self.interleave + rest
-
-
-def pages_of(tokens: int, block_tokens: int, turns: int, interleave: int = 0) -> int:
-    """Returns how many pages the table of a request of so many tokens has at each of `turns` ranks: what the first
-    rank, which has most, needs."""
-    return -(-ContextShare(0, turns, interleave or block_tokens).local_len(tokens) // block_tokens)
 
 
 def zigzag(length: int, ranks: int) -> tuple[tuple[range, range], ...]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, StepPlan, TokenSpan
-from kvmesh.engine.attention.by_context import ContextAttention, ContextPlan
+from kvmesh.engine.attention.by_context import ContextAttention
 from kvmesh.engine.attention.choice import make_backend, make_latent_backend
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedPlan, GroupedSpan
 from kvmesh.engine.axes import Axes
@@ -23,18 +22,19 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, Prefil
 from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
-from kvmesh.engine.context import ContextShare
+from kvmesh.engine.context import context_turn
 from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.moe import count_choices, exchanged_experts
+from kvmesh.engine.models.mtp import MtpHead
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.models.token_shares import share_tokens
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh, check_shares, share, share_of
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
-from kvmesh.engine.stages import stage_groups, stage_layers
+from kvmesh.engine.stages import BusyTime, stage_groups, stage_layers
 from kvmesh.engine.weights import Weights
 from kvmesh.engine.weights_update import TensorSource, WeightsUpdate
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
@@ -68,19 +68,17 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
+ONE = Axes()
+
+
 def shard_layout(
-    config: ModelConfig,
-    dtype: str | torch.dtype,
-    block_tokens: int,
-    rank: int = 0,
-    world: int = 1,
-    layers: range | None = None,
+    config: ModelConfig, dtype: str | torch.dtype, block_tokens: int, axes: Axes = ONE, rank: int = 0
 ) -> ShardLayout:
-    """Returns what one of `world` ranks that have these layers (None: all) holds of each block: by default the whole
-    model. Raises ConfigError when so many ranks cannot share it."""
-    check_shares(config, Axes(tp=world))
-    heads = share(config.kv_heads, rank, world)
-    layers = range(config.layers) if layers is None else layers
+    """Returns what a rank holds of each block: by default the whole model. Raises ConfigError when ranks along these
+    axes cannot share it."""
+    check_shares(config, axes)
+    place = axes.place(rank)
+    heads, layers = share(config.kv_heads, place.tp, axes.tp), stage_layers(config, axes, rank)
     return ShardLayout(
         len(layers),
         len(heads),
@@ -90,16 +88,9 @@ def shard_layout(
         layers.start,
         heads.start,
         config.kv_planes,
+        turn=context_turn(axes, rank),
+        turns=axes.turns,
     )
-
-
-def taking_turns(layout: ShardLayout, axes: Axes, rank: int) -> ShardLayout:
-    """Returns the layout of a rank that shares contexts with others: its pages are every so-manieth block. With an
-    interleave other than one block they are no blocks, and the layout says nothing of turns."""
-    share = ContextShare.of(axes, rank, layout.block_tokens)
-    if share.turns == 1 or share.interleave != layout.block_tokens:
-        return layout
-    return replace(layout, turn=share.turn, turns=share.turns)
 
 
 def pages_over(
@@ -126,12 +117,15 @@ class Runner:
     A step raises NonFiniteLogits, and may then be computed again without those rows, unless the runner is `tolerant`:
     then it answers the token -1 where logits are not finite, as a step over states changes these in place.
 
+    `block_tokens` are those of a block; where ranks share contexts, a page of each has its part of them.
+
     In a `mesh` it loads and holds this rank's share; every rank must then make the same calls in the same order, and
     gets the same answers, but for stages of a pipeline before the last: these get no tokens of chunks, no
     log-probabilities and no scores, and do not wait for the last stage in a step without decode rows. A pipeline is
     `tolerant` always. Ranks of different places on `dp` have steps of their own; where they share experts (`rounds` is
     not None) each must make as many, those without a token by `serve`. `experts_cut` says how ranks share experts
-    (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it."""
+    (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it. With `mtp` the last stage loads the MTP head,
+    too, for a `kvmesh.engine.mtp.MtpDrafter`."""
 
     def __init__(
         self,
@@ -143,13 +137,13 @@ class Runner:
         mesh: RankMesh = ALONE,
         cuda_graphs: bool = False,
         experts_cut: ExpertsCut = "auto",
+        mtp: bool = False,
     ) -> None:
         self.config = checkpoint.config
         self.mesh = mesh
         own = share_of(self.config, mesh.axes)
-        self._layers = stage_layers(self.config, mesh.axes, mesh.rank)
-        own_shard = shard_layout(self.config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, self._layers)
-        self.layout = taking_turns(own_shard, mesh.axes, mesh.rank)
+        self.stage_layers = stage_layers(self.config, mesh.axes, mesh.rank)  # the layers of the model that it has
+        self.layout = shard_layout(self.config, dtype, block_tokens, mesh.axes, mesh.rank)
         self._dtype, self._own = torch_dtype(dtype), own
         self.device = (pages if isinstance(pages, torch.Tensor) else pages[0]).device
         if torch.device(device).type != self.device.type:
@@ -163,13 +157,16 @@ class Runner:
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, mesh, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
+            self.mtp = MtpHead(own, weights, self.model) if mtp and self.model.stage.last else None
         self._stage = self.model.stage
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
-            self.expert_counts = count_choices(self.model.layers, experts, self.device, self._layers.start)
+            self.expert_counts = count_choices(self.model.layers, experts, self.device, self.stage_layers.start)
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
         self._exchanged = exchanged_experts(self.model.layers)
-        self.rounds = share_rounds(self._exchanged)
+        if self.mtp is not None and exchanged_experts([self.mtp.layer]):
+            raise ConfigError("speculate=mtp: the head's experts would lie over dp", field="speculate")
+        self.rounds = share_rounds(self._exchanged, mesh, self.device)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
 
@@ -203,7 +200,7 @@ class Runner:
             [pages] = pages
         self.attention: AttentionBackend | GroupedAttention | ContextAttention
         if isinstance(pages, torch.Tensor):
-            self.attention = self._backend(pages, range(len(self._layers)))
+            self.attention = self._backend(pages, range(len(self.stage_layers)))
             if self.mesh.group("cp", "dcp").size > 1:
                 self.attention = ContextAttention(self.attention, self.mesh)
         else:
@@ -215,13 +212,13 @@ class Runner:
             self.attention.capturable
             and self.mesh.world.capturable
             and self.model.capturable
-            and not self._exchanged
             and self._stage.alone
             and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
             with torch.inference_mode():
-                self._capture(max_rows, max_tokens)
+                # Of a step with prompts, what exchanged experts send depends on all places' tokens: it is not captured.
+                self._capture(max_rows, max_tokens if self.rounds is None else 0)
 
     def _backend(self, pages: torch.Tensor, layers: Sequence[int]) -> AttentionBackend:
         if self.config.latent is None:
@@ -235,17 +232,23 @@ class Runner:
         that hold its calls."""
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
+        if self.rounds is not None:
+            self.rounds.sizes = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
         """What this rank keeps of each cache group."""
         tp = self.mesh.tp
-        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self._layers)
+        return group_shapes(self.config, self._dtype, self.layout.block_tokens, tp.rank, tp.size, self.stage_layers)
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The model's cache groups with this rank's layers, which count from its first."""
-        return stage_groups(self.config.cache_groups, self._layers)
+        return stage_groups(self.config.cache_groups, self.stage_layers)
 
     def zero_slots(self, group: int, slots: Sequence[int]) -> None:
         """Makes the states of a STATE group in these slots those of no token, before the first step of whoever has
@@ -256,6 +259,17 @@ class Runner:
         """Copies states of a STATE group between two steps: a snapshot into a row's slot, or the other way round. No
         target is a source."""
         self._grouped().states.copy(group, sources, targets)
+
+    def keep_states(self, slots: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Returns copies of states, of each STATE group in the order of groups those in `slots[g]`, for
+        `put_back_states`."""
+        return self._grouped().states.kept(slots)
+
+    def put_back_states(
+        self, slots: Sequence[Sequence[int]], kept: Sequence[torch.Tensor], which: Sequence[int]
+    ) -> None:
+        """Makes the states in slots `slots[g][i]`, for each i of `which`, what they were when they were kept."""
+        self._grouped().states.put_back(slots, kept, which)
 
     def _grouped(self) -> GroupedAttention:
         if not isinstance(self.attention, GroupedAttention):
@@ -290,6 +304,8 @@ class Runner:
                 self.mesh.world,
                 max_rows or MAX_ROWS,
             )
+            if self.rounds is not None:
+                self.rounds.sizes = self.graphs.sizes
         if max_tokens != 0 and not (self.graphs and self.graphs.failed):
             self.pieces = PieceGraphs(
                 self.model, self.attention, piece_sizes(self._own, max_tokens), capture, self.expert_counts
@@ -299,6 +315,8 @@ class Runner:
         """Computes a decode step's logits by launches that can be captured. Rows that stand for none are at position 0,
         where no decode row is, and choose no expert that is counted."""
         positions, counts = plan.positions, self.expert_counts
+        if self.rounds is not None:
+            self.rounds.padded = len(tokens)  # rows that exchanged experts send, those for none among them
         with nullcontext() if counts is None else counts.only(counts.once(positions > 0)):
             return self.model.logits(self.model.hidden(tokens, positions, _attend(plan, None)))
 
@@ -325,13 +343,15 @@ class Runner:
         on_layer: Callable[[int], None] | None = None,
         on_scores: Callable[[int, TokenScores], None] | None = None,
         on_late: Callable[[Callable[[], Chosen]], None] | None = None,
+        on_hidden: Callable[[torch.Tensor], None] | None = None,
     ) -> tuple[list[SampledToken | None], Chosen]:
         """Computes chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode rows
         first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made.
         At a stage before the last, `on_late` gets what waits for the rows' tokens, and none are returned; without it
-        the step waits for them."""
+        the step waits for them. `on_hidden` gets what the last layer has made of the decode rows, `[rows, width]`, at
+        the last stage; such a step is not replayed from a graph."""
         if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -355,16 +375,21 @@ class Runner:
         if not self._stage.last:
             params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        graphs, size = self.graphs if not items and on_hidden is None else None, None
         if self.rounds is not None:
-            self.rounds.begin(end)
-        if self.graphs is not None and not items:
-            logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
+            self.rounds.begin(end, graphs is not None and graphs.holds(self._tables(rows)))
+            size = self.rounds.replayed
+        if graphs is not None:
+            logits = graphs.logits(rows.token_ids, self._tables(rows), rows.positions, size=size)
             if logits is not None:
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
+        self._stage.begin()
         hidden = self._hidden(ready.beside[0], plan, on_layer)
         if not self._stage.last:
             return [None] * len(items), self._passed_on(hidden, count, on_late)
+        if on_hidden is not None:
+            on_hidden(hidden[:count])
         bad = self._score(items, count, hidden, on_scores) if on_scores is not None else ()
         first, chosen = self._sample(list(wanted), count, len(items), hidden, ready)
         for i in bad:
@@ -372,6 +397,11 @@ class Runner:
         if count and not self._stage.alone:
             self._stage.send_tokens(torch.from_numpy(chosen.token_ids).to(self.device))
         return first, chosen
+
+    def busy(self, end_ns: int) -> BusyTime:
+        """Returns when this rank's stage computed in the step that ended at `end_ns`, without what it waited for other
+        stages; zeros where there is one stage."""
+        return self._stage.busy(end_ns)
 
     def _passed_on(
         self, hidden: torch.Tensor, rows: int, on_late: Callable[[Callable[[], Chosen]], None] | None
@@ -391,10 +421,14 @@ class Runner:
     @torch.inference_mode()
     def serve(self, between_layers: Callable[[], None] | None = None) -> None:
         """Takes part in a step of other data-parallel ranks, with no token of its own: their tokens get this rank's
-        experts."""
+        experts. `between_layers` is called in a step that is launched, not in one that is replayed."""
         if self.rounds is None:
             return
-        self.rounds.begin(0)
+        self.rounds.begin(0, True)
+        if self.rounds.replayed:
+            assert self.graphs is not None, "every rank has what all replay"
+            self.graphs.replay_for_nobody(self.rounds.replayed)
+            return
         for block in self._exchanged if self.rounds.anyone else ():
             block.serve()
             if between_layers is not None:
@@ -426,7 +460,7 @@ class Runner:
         if logits is None:
             plan = self._plan(rows, ())
             attend = _attend(plan, None)
-            if isinstance(plan, ContextPlan) and plan.own is not None:
+            if plan.own is not None:
                 hidden = self._hidden_of_own(tokens, plan, attend)
             else:
                 hidden = self.model.hidden(tokens, plan.positions, attend)
@@ -437,21 +471,26 @@ class Runner:
         return rows.groups if isinstance(self.attention, GroupedAttention) else rows.pages
 
     def _plan(self, rows: DecodeBatch, items: Sequence[PrefillInput]) -> StepPlan:
+        lengths = rows.lengths
         if isinstance(self.attention, GroupedAttention):
             named = [GroupedSpan(item.start, len(item.token_ids), item.groups) for item in items]
-            return self.attention.plan_mixed(rows.groups, rows.positions, named)
+            if lengths is None:
+                return self.attention.plan_mixed(rows.groups, rows.positions, named)
+            return self.attention.plan_drafts(rows.groups, rows.positions, lengths, named)
         spans = [TokenSpan(item.start, len(item.token_ids), item.pages) for item in items]
-        return self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        if lengths is None:
+            return self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        return self.attention.plan_drafts(rows.pages, rows.positions, lengths, spans)
 
     def _hidden(self, token_ids: torch.Tensor, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         attend = _attend(plan, on_layer)
-        if isinstance(plan, ContextPlan) and plan.own is not None:
+        if plan.own is not None:
             return self._hidden_of_own(token_ids, plan, attend)
         hidden = self.pieces.hidden(token_ids, plan.positions, attend) if self.pieces is not None else None
         return self.model.hidden(token_ids, plan.positions, attend) if hidden is None else hidden
 
     def _hidden_of_own(
-        self, token_ids: torch.Tensor, plan: ContextPlan, attend: Callable[..., torch.Tensor]
+        self, token_ids: torch.Tensor, plan: StepPlan, attend: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Computes those of the step's tokens that are this rank's, and gathers all of them over cp."""
         assert self.shared_tokens is not None and plan.own is not None and plan.back is not None

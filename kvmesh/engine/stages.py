@@ -11,9 +11,11 @@ stage to all others, where a row needs its last token before it can go on.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,6 +66,44 @@ def check_stages(config: ModelConfig, axes: Axes) -> None:
                 )
 
 
+class BusyTime(NamedTuple):
+    """Says from when a stage had what it computes in a step, until when it had computed it (CLOCK_MONOTONIC, ns)."""
+
+    from_ns: int
+    until_ns: int
+
+
+class StageClock:
+    """Measures when a stage begins and ends what it computes in a step, without what it waits for other stages. On a
+    CUDA device, whose work is launched ahead, events in its stream tell; they are read once the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[Any] = []  # where the step begins, has come, and is computed
+        self._marks = [0, 0, 0]
+
+    def mark(self, place: int) -> None:
+        """Notes that the step begins (0), that what the stage before sent has come (1), or that the stage's layers are
+        computed (2)."""
+        now = time.monotonic_ns()
+        self._marks[place:] = [now] * (3 - place)
+        if self._cuda:
+            if not self._events:
+                event: Any = torch.cuda.Event
+                self._events = [event(enable_timing=True) for _ in self._marks]
+            for event in self._events[place:]:
+                event.record()
+
+    def busy(self, end_ns: int) -> BusyTime:
+        """Returns the times of the step, which ended at `end_ns`."""
+        begun, came, computed = self._marks
+        if self._events and self._events[2].query():
+            start, received, done = self._events
+            came = begun + round(start.elapsed_time(received) * 1e6)
+            computed = max(came, begun + round(start.elapsed_time(done) * 1e6))
+        return BusyTime(min(came, end_ns), min(computed, end_ns) if computed > came else end_ns)
+
+
 class Stage:
     """Is the stage of one rank: `first` and `last` say whether it begins or ends the pipeline."""
 
@@ -72,15 +112,28 @@ class Stage:
         self.first, self.last = self._group.rank == 0, self._group.rank == self._group.size - 1
         self.alone = self._group.size == 1
         self._sent: deque[Callable[[], None]] = deque()
+        self._clock = StageClock(device)
+
+    def begin(self) -> None:
+        """Begins a step."""
+        if not self.alone:
+            self._clock.mark(0)
+
+    def busy(self, end_ns: int) -> BusyTime:
+        """Returns when this stage computed in the step that ended at `end_ns`; zeros where there is one stage."""
+        return BusyTime(0, 0) if self.alone else self._clock.busy(end_ns)
 
     def receive(self, tokens: int) -> torch.Tensor:
         """Returns the residual of so many tokens, once the stage before has it. Raises RanksLost."""
         hidden = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
-        return self._group.recv(hidden, self._group.rank - 1)
+        self._group.recv(hidden, self._group.rank - 1)
+        self._clock.mark(1)
+        return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
         """Gives the residual to the next stage, and waits only while that has not taken what it was given `MOST_SENT`
         steps ago. Nobody may change `hidden` any more. Raises RanksLost."""
+        self._clock.mark(2)
         while len(self._sent) >= MOST_SENT:
             self._sent.popleft()()
         self._sent.append(self._group.begin_send(hidden, self._group.rank + 1))

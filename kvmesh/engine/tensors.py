@@ -11,6 +11,10 @@ from kvmesh.engine.config_latent import LatentConfig
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
+# Of an MTP head, relative to the prefix of its layer.
+MTP_JOIN = "eh_proj.weight"
+MTP_EMBED = "embed_tokens.weight"
+MTP_HEAD = "shared_head.head.weight"
 
 Shape = tuple[int, ...]
 
@@ -19,9 +23,24 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+# What Qwen3-Next calls the parts of its MTP head, and what they are called in the head's layer elsewhere.
+_MTP_NAMES = {
+    "mtp.layers.0.": "",
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.",
+}
+
+
 def canonical_name(config: ModelConfig, name: str) -> str:
     """Returns the name that a language model by itself would give the tensor `name` of the files: beside other
-    modalities it is `language_model.model.…` (as on the Hub) or `model.language_model.…`."""
+    modalities it is `language_model.model.…` (as on the Hub) or `model.language_model.…`. MTP heads have the names
+    that DeepSeek gives them."""
+    if config.mtp_layers and name.startswith("mtp."):
+        for given, own in _MTP_NAMES.items():
+            if name.startswith(given):
+                return layer_prefix(config.layers) + own + name.removeprefix(given)
     if not config.text_config:
         return name
     if name.startswith("model.language_model."):
@@ -181,7 +200,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.latent is not None:
         dense = {name: shape for name, shape in linears.items() if name.startswith(mlp)}
         linears = dense | _latent_linears(config, config.latent)
-    if config.experts is not None and layer in config.experts.layers:
+    if config.has_experts(layer):
         linears = {name: shape for name, shape in linears.items() if not name.startswith(mlp)}
     norms = ["post_attention_layernorm"]
     if config.pre_norms:
@@ -205,7 +224,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
-    if config.experts is not None and layer in config.experts.layers:
+    if config.has_experts(layer):
         shapes |= _experts_tensors(config)
     return shapes
 
@@ -220,3 +239,17 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
         prefix = layer_prefix(layer)
         shapes.update({prefix + name: shape for name, shape in layer_tensors(config, layer).items()})
     return shapes
+
+
+def mtp_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Returns the tensors of the first MTP head, all of which must be there where one is."""
+    hidden, prefix = config.hidden_size, layer_prefix(config.layers)
+    own: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own |= {MTP_JOIN: (hidden, 2 * hidden)} | layer_tensors(config, config.layers)
+    return {prefix + name: shape for name, shape in own.items()}
+
+
+def mtp_copies(config: ModelConfig) -> dict[str, Shape]:
+    """Returns what a head may have of its own, where it does not share it with the model: embedding and output."""
+    size, prefix = (config.vocab_size, config.hidden_size), layer_prefix(config.layers)
+    return {prefix + MTP_EMBED: size, prefix + MTP_HEAD: size}

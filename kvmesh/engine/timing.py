@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvmesh.engine import ops
 from kvmesh.engine.models.blocks import MLP, Attention, RMSNorm
 from kvmesh.engine.models.moe import MoE
 from kvmesh.engine.work import HOST, IN_LAYER, REST
 
 if TYPE_CHECKING:
-    import torch
-
     from kvmesh.engine.attention.backend import StepPlan
-    from kvmesh.engine.rope import Rotation
     from kvmesh.engine.runner import Runner
 
 GRAPH_PARTS = ("kernel", "gpu_memcpy", "gpu_memset")  # of torch's trace: what ran on the device
@@ -87,14 +84,14 @@ class TimedPlan:
     """Is another plan, whose rotations, writes and attention are timed: a CPU's, which does one after the other."""
 
     def __init__(self, clock: FunctionClock, plan: StepPlan) -> None:
-        self.rotate = clock.around("rotary", ops.rotate_heads)
-        self.positions: torch.Tensor = plan.positions
+        self._plan = plan
         self.write = clock.around("write", plan.write)
         self.attend = clock.around("attention", plan.attend)
+        # As the plan does it, with writes that are timed for themselves.
+        self.rotate_and_write = clock.around("rotary", partial(type(plan).rotate_and_write, self))
 
-    def rotate_and_write(self, layer: int, qkv: torch.Tensor, rotation: Rotation) -> None:
-        self.rotate(qkv, rotation)
-        self.write(layer, qkv)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
 
 
 class Replacements:

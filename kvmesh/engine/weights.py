@@ -48,11 +48,11 @@ class Weights:
         return stage_layers(self.config, self.mesh.axes, self.mesh.rank)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.checkpoint.tensors
+        return name in self.checkpoint.tensors or name in self.checkpoint.mtp
 
     def view(self, name: str) -> torch.Tensor:
         """Returns the stored tensor, in its stored dtype, over the file mapping (CPU)."""
-        info = self.checkpoint.tensors[name]
+        info = self.checkpoint.info(name)
         flat = torch.frombuffer(self.checkpoint.raw(name), dtype=STORED[info.dtype])
         return flat.view(info.shape)
 

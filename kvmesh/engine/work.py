@@ -172,6 +172,23 @@ def _widths(own: ModelConfig) -> _Widths:
     )
 
 
+def of_stage(own: ModelConfig, layers: range) -> ModelConfig:
+    """Returns the configuration of the model as if a stage's layers were all of them: what `work_of` counts of it."""
+    experts, delta = own.experts, own.delta
+    return replace(
+        own,
+        layers=len(layers),
+        windows=own.windows[layers.start : layers.stop],
+        chunks=own.chunks[layers.start : layers.stop],
+        experts=None if experts is None else replace(experts, layers=_within(experts.layers, layers)),
+        delta=None if delta is None else replace(delta, layers=_within(delta.layers, layers)),
+    )
+
+
+def _within(numbers: Iterable[int], layers: range) -> tuple[int, ...]:
+    return tuple(number - layers.start for number in numbers if number in layers)
+
+
 def work_of(
     own: ModelConfig, itemsize: int, shape: StepShape, *, ranks: int = 1, words: int = 0
 ) -> dict[str, FunctionWork]:
@@ -228,6 +245,18 @@ def work_of(
         )
         found["sampling"] = FunctionWork(activations=rows * own.vocab_size * 4)
     return found
+
+
+def chunk_products(config: ModelConfig) -> tuple[float, float]:
+    """Returns what a chunk of a prompt costs in products: of each token, and of each pair of a query and a token that
+    grows with the context. What layers with a window see counts among the former."""
+    tokens, deep = 512, max(512, *config.windows, *config.chunks)
+    near, far = (
+        sum(work.products for work in work_of(config, 1, StepShape((), ((start, tokens),), 0)).values())
+        for start in (deep, 2 * deep)
+    )
+    pair = (far - near) / (tokens * deep)
+    return near / tokens - pair * (deep + (tokens + 1) / 2), pair
 
 
 def summed(parts: Iterable[Mapping[str, FunctionWork]]) -> dict[str, FunctionWork]:

@@ -101,8 +101,9 @@ class InstanceConfig(TierConfig):
         default="",
         metadata={
             "help": "Along which axes rank processes share the model, in place of tensor_parallel: pp=4,tp=2 are four "
-            "stages of layers of two ranks each (docs/operate/pipelines.md); of a decode instance dp=2,ep=dp are two "
-            "ranks with requests of their own that share experts (docs/operate/data-parallel.md)."
+            "stages of layers of two ranks each (docs/operate/pipelines.md); cp=2, and of decode tp=2,dcp=2, are two "
+            "that share the tokens of each context (docs/operate/context-parallel.md); dp=2,ep=dp are two ranks with "
+            "requests of their own that share experts (docs/operate/data-parallel.md)."
         },
     )
     experts_cut: str = field(
@@ -116,9 +117,15 @@ class InstanceConfig(TierConfig):
     rank_hosts: str = field(
         default="",
         metadata={
-            "help": "Rank hosts (kvmesh serve ranks) on other machines, HOST:PORT,...: this machine first, then each, "
-            "has an equal part of the ranks (docs/operate/rank-hosts.md); empty: all are here."
+            "help": "Rank hosts (kvmesh serve ranks) on other machines, HOST:PORT,... or how many of those that the "
+            "store masters know: this machine first, then each, has an equal part of the ranks "
+            "(docs/operate/rank-hosts.md); empty: all are here.",
+            "metavar": "N|HOST:PORT,...",
         },
+    )
+    rank_hosts_wait_ms: int = field(
+        default=60_000,
+        metadata={"help": "Rank hosts that are named may begin to answer so long after this instance.", "min": 1},
     )
     rank_network: str = field(
         default="",
@@ -163,4 +170,10 @@ class InstanceConfig(TierConfig):
 
     @property
     def rank_host_list(self) -> tuple[str, ...]:
-        return listed(self.rank_hosts)
+        """Addresses of rank hosts; none where they are still to be found."""
+        return () if self.rank_host_count else listed(self.rank_hosts)
+
+    @property
+    def rank_host_count(self) -> int:
+        """How many rank hosts are to be found among those that the store masters know; 0: they are named, or none."""
+        return int(self.rank_hosts) if self.rank_hosts.isascii() and self.rank_hosts.isdecimal() else 0

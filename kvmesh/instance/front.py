@@ -20,6 +20,7 @@ from kvmesh.blockservice.partitions import OnePartition, Partition, Partitions, 
 from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
+from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError, FailedWeights, InternalError, InvalidRequest, KvmeshError, Paused
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
@@ -33,19 +34,23 @@ from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
+from kvmesh.kvcache.whole_blocks import whole_blocks
 from kvmesh.membership.evacuation import evacuate_node
+from kvmesh.membership.places import place_name
 from kvmesh.membership.registrar import Registrar
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.devices import check_device, device_of
 from kvmesh.ranks.network import check_network
 from kvmesh.ranks.rendezvous import RendezvousStore
-from kvmesh.ranks.sizing import STEP_KEYS
+from kvmesh.ranks.sizing import STEP_KEYS, choose_order
+from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.ranks.turn_sockets import SECRET_BYTES
 from kvmesh.rpc.addresses import check_addresses, split_address
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.server import Server
+from kvmesh.telemetry.summed_gauges import SummedGauges
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +70,8 @@ class Front:
     called when a rank process ends: an instance without a rank cannot serve, so the service should stop.
 
     Of an instance with data-parallel groups of ranks there is one front for each (`start_groups`), at its
-    `place` on `dp`: it has that group's ranks, memory and address, and is a member of the mesh by itself.
+    `place` on `dp` (`fronts_of`): it has that group's ranks, memory and address, and is a member of the mesh by
+    itself. `gauges` are those of all fronts of this process.
 
     `segments` are peers' segments that the ranks have open; `blocks` is the I/O of the node store, once a service has
     attached one.
@@ -78,16 +84,17 @@ class Front:
         on_message: Callable[[int, m.ToFront], None],
         on_rank_lost: Callable[[str], None] = log.error,
         place: int = 0,
+        gauges: SummedGauges | None = None,
     ) -> None:
         check_config(config)
-        if config.axes.dp > 1 and role != pb.ROLE_DECODE:
-            raise _bad("mesh", config.mesh, "dp is for decode instances")
         self.config = config
+        self.gauges = gauges or SummedGauges()
         self.role = role
         name = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
-        self.instance_id = f"{name}.dp{place}" if place else name
+        self.instance_id = place_name(name, place)
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
+        self.together: Sequence[Front] = (self,)  # the fronts of all places on `dp`
         self._first_rank = place * config.axes.replica
         self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.axes.replica)]
         self._hosts = self._links()
@@ -117,17 +124,9 @@ class Front:
 
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
-    async def start_ranks(self, stop: asyncio.Event) -> None:
-        """Starts and configures all ranks; returns when each has loaded its weights.
-
-        Raises CheckpointError or ConfigError as a rank answered it, or when ranks keep parts of cache groups that no
-        store can be made of; InternalError when stopped meanwhile.
-        """
-        await start_groups([self], stop)
-
     async def configure_ranks(self, stop: asyncio.Event, meeting: str) -> None:
-        """Configures the ranks, whose processes of this machine have been started and meet in the folder `meeting`.
-        Raises as `start_ranks` does."""
+        """Configures the ranks, whose processes of this machine have been started and meet in the folder `meeting`;
+        returns when each has loaded its weights. Raises as `start_groups` does."""
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         loaded: asyncio.Future[Any] = asyncio.ensure_future(self._load_ranks(meeting))
         try:
@@ -140,10 +139,24 @@ class Front:
             stopping.cancel()
         for rank in self.ranks:
             log.info("rank %d: %s", rank.rank, rank.ready.settings)
+        self._check_weights()
         readies = [rank.ready for rank in self.ranks]
         if any(ready.groups for ready in readies):
             self._grouped = GroupedMemory(groups_of_model(self.config.model), self.config, readies)
         self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
+
+    def _check_weights(self) -> None:
+        """Raises ConfigError where a rank on another host has loaded other weights than rank 0."""
+        first = self.ranks[0].ready.fingerprint
+        places = ranks_at(len(self.ranks), len(self._hosts))[1:]
+        for host, ranks in zip(self._hosts, places, strict=True):
+            for rank in ranks:
+                if (found := self.ranks[rank].ready.fingerprint) != first:
+                    why = (
+                        f"rank {rank} on {host.address} has loaded other weights ({found[:12]}) than this machine "
+                        f"({first[:12]}); give the rank host the folder of the same checkpoint with --model"
+                    )
+                    raise _bad("model", self.config.model, why)
 
     def _links(self) -> list[RankHostLink]:
         """Returns the links to the rank hosts, with the ranks that each has."""
@@ -156,6 +169,7 @@ class Front:
                 [self.ranks[rank] for rank in ranks],
                 c.threads,
                 c.rank_timeout_ms / 1000,
+                c.rank_hosts_wait_ms / 1000,
             )
             for address, ranks in zip(addresses, ranks_at(len(self.ranks), len(addresses))[1:], strict=True)
         ]
@@ -195,6 +209,7 @@ class Front:
             advertise_host=c.advertise_host,
             leave_host=c.leave_host,
             tls=c.transfer_tls,
+            ssd_path=str(Path(c.ssd_path).absolute()) if c.ssd_path else "",
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
             group_file=str(Path(meeting, "ranks")) if meeting else "",
@@ -209,6 +224,8 @@ class Front:
             device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
             cache_groups=c.cache_groups,
+            speculate=getattr(c, "speculate", NO_DRAFTS),  # of an instance that decodes
+            max_draft_tokens=getattr(c, "max_draft_tokens", 0),
         )
 
     def settled(self, config: Settled) -> Settled:
@@ -257,7 +274,7 @@ class Front:
 
     def attach(self, store: NodeStore | GroupedStore, on_pulled: Callable[[Pulled], None]) -> BlockService:
         """Serves this node store, whose extents are the ranks' host extents: that of `new_store`, or where there are
-        `cache_groups` that of `new_grouped_store`. It is called once, after `start_ranks` and before `serve`.
+        `cache_groups` that of `new_grouped_store`. It is called once, after `start_groups` and before `serve`.
         `on_pulled` is called at the end of every pull job, on the event loop and never from inside
         `BlockService.pull`."""
         assert self.blocks is None, "one node store an instance"
@@ -266,8 +283,6 @@ class Front:
         slots = sum(partition.store.total for partition in partitions.all())
         if c.warm_segment:
             self._warm = WarmMemory(c.warm_segment, self.ranks, slots, self.incarnation)
-        # A pool node has one rank: it puts objects of cache groups together from any cut, whole blocks it does not.
-        offloads = len(self.ranks) == 1 or self._grouped is not None
         self.blocks = BlockService(
             lambda: self.ref,
             self.ranks,
@@ -277,9 +292,10 @@ class Front:
             transports=c.transport_list,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
-            offload_percent=c.offload_percent if offloads else 100,
+            offload_percent=c.offload_percent,
             tiers=c.tiers(),
             returning=self._warm.candidates if self._warm is not None else None,
+            gauges=self.gauges,
         )
         if self._warm is not None and isinstance(store, GroupedStore):
             assert self._grouped is not None
@@ -294,7 +310,9 @@ class Front:
             return self._grouped.partitions(store)
         readies = [rank.ready for rank in self.ranks]
         bases = tuple(ready.extent_base_offset for ready in readies)
-        return OnePartition(Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards))
+        shards, size = self.shards, readies[0].shard_bytes
+        whole = whole_blocks(readies[0].layout, shards) if len(shards) > 1 else None
+        return OnePartition(Partition(layout_tag(readies), size, store, bases, shards, whole=whole))
 
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
         if isinstance(message, m.StoreCall):
@@ -313,6 +331,12 @@ class Front:
     def _rank_lost(self, _: int, cause: str) -> None:
         if self._lost:
             return  # the others end because the first did
+        for front in self.together:
+            front.lose(cause)
+        self.on_rank_lost(cause)
+
+    def lose(self, cause: str) -> None:
+        """Takes it that the ranks are gone, or end because one of another place on `dp` is."""
         self._lost = cause
         if self._warm is not None:
             self._warm.close()  # the memory is still there, for the next incarnation
@@ -321,7 +345,6 @@ class Front:
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()
-        self.on_rank_lost(cause)
 
     @property
     def not_ready_reason(self) -> str:
@@ -431,6 +454,7 @@ class Front:
             switchable=switchable,
             prefill_size_weight=prefill_size_weight,
             prefill_tenant_fairness=prefill_tenant_fairness,
+            axes=axes_pb(self.config.axes),
         )
         if blocks is not None:
             blocks.start(self._registrar)
@@ -537,8 +561,11 @@ class Front:
 
 
 async def start_groups(fronts: Sequence[Front], stop: asyncio.Event) -> None:
-    """Starts the ranks of all data-parallel groups of one instance, and configures them. Raises as
-    `Front.start_ranks` does."""
+    """Starts the ranks of all data-parallel groups of one instance, and configures them; returns when each
+    has loaded its weights.
+
+    Raises CheckpointError or ConfigError as a rank answered it, or when ranks keep parts of cache groups that no store
+    can be made of; InternalError when stopped meanwhile."""
     first = fronts[0]
     if first.config.axes.world > 1 and not first.config.rank_hosts:
         first.meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
@@ -547,14 +574,34 @@ async def start_groups(fronts: Sequence[Front], stop: asyncio.Event) -> None:
     await asyncio.gather(*(front.configure_ranks(stop, folder) for front in fronts))
 
 
+def fronts_of(
+    config: InstanceConfig,
+    role: pb.Role.ValueType,
+    said: Callable[[int], Callable[[int, m.ToFront], None]],
+    on_rank_lost: Callable[[str], None],
+) -> list[Front]:
+    """Returns the fronts of one instance, one for each place on `dp`; `said(place)` is the place's `on_message`. A rank
+    that is lost anywhere ends all of them; `on_rank_lost` is called once."""
+    gauges = SummedGauges()
+    fronts = [
+        Front(at_place(config, place), role, said(place), on_rank_lost, place, gauges)
+        for place in range(config.axes.dp)
+    ]
+    for front in fronts:
+        front.together = fronts
+    return fronts
+
+
 def at_place(config: Settled, place: int) -> Settled:
-    """Returns the settings of the front at this place on `dp`: ports that are given count up. Raises ConfigError for
-    what only one front can have."""
-    for key in ("ssd_path", "object_url", "warm_segment"):
-        if config.axes.dp > 1 and getattr(config, key):
-            raise _bad(key, getattr(config, key), f"an instance with dp={config.axes.dp} has none")
+    """Returns the settings of the front at this place on `dp`: ports that are given count up, and every place but the
+    first has its own folder in each folder that is one node's alone. (An object store may be many nodes'.)"""
+    if not place:
+        return config
     port, door_port = (given + place if given else 0 for given in (config.port, config.door_port))
-    return dataclasses.replace(config, port=port, door_port=door_port)
+    ssd_path, warm_segment = (
+        str(Path(given, f"dp{place}")) if given else "" for given in (config.ssd_path, config.warm_segment)
+    )
+    return dataclasses.replace(config, port=port, door_port=door_port, ssd_path=ssd_path, warm_segment=warm_segment)
 
 
 def spawn_ranks(ranks: Sequence[RankClient], threads: int, replicas: int = 1) -> None:
@@ -592,6 +639,11 @@ def check_config(config: InstanceConfig) -> None:
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     device_of(config.device, 0, config.axes.world)
+    choose_order(config.async_steps, config.device, config.axes.world)
+    try:
+        config.axes.check_blocks(config.block_tokens)
+    except ConfigError as error:
+        raise _bad("mesh", config.mesh, error.message) from None
     check_hosts(config)
     if not 1 <= config.store_high_percent <= 100:
         raise _bad("store_high_percent", config.store_high_percent, "in 1..100")
@@ -612,17 +664,26 @@ def check_config(config: InstanceConfig) -> None:
             raise _bad(key, getattr(config, key), "not negative")
 
 
+def axes_pb(axes: Axes) -> pb_conductor.InstanceAxes | None:
+    """Returns what the conductor is told of the axes; None of one rank."""
+    if axes.world == 1:
+        return None
+    return pb_conductor.InstanceAxes(dp=axes.dp, pp=axes.pp, cp=axes.cp, tp=axes.tp, dcp=axes.dcp, ep=axes.ep)
+
+
 def check_hosts(config: InstanceConfig) -> None:
     """Raises ConfigError unless this instance's ranks can be on the hosts that it names."""
     check_network(config.rank_network)
     if not config.rank_hosts:
         return
-    check_addresses(config.rank_hosts, "rank_hosts")
-    hosts, axes = config.rank_host_list, config.axes
+    count, axes = config.rank_host_count, config.axes
+    if not count:
+        check_addresses(config.rank_hosts, "rank_hosts")
+        count = len(config.rank_host_list)
     if axes.dp > 1:
         raise _bad("rank_hosts", config.rank_hosts, f"the ranks of dp={axes.dp} groups are on one machine")
-    if axes.world % (len(hosts) + 1):
-        why = f"{len(hosts)} and this machine do not have equal parts of {axes.world} ranks"
+    if axes.world % (count + 1):
+        why = f"{count} and this machine do not have equal parts of {axes.world} ranks"
         raise _bad("rank_hosts", config.rank_hosts, why)
     if (config.tls_cert or config.tls_ca) and not config.rank_network:
         why = (
@@ -630,9 +691,6 @@ def check_hosts(config: InstanceConfig) -> None:
             "network like 10.0.0.0/8), as what gloo and NCCL send between hosts is not encrypted"
         )
         raise _bad("rank_network", config.rank_network, why)
-    for key in ("warm_segment", "ssd_path"):
-        if value := getattr(config, key):
-            raise _bad(key, value, "an instance whose ranks are on several hosts (rank_hosts) has none")
 
 
 def _bad(key: str, value: object, why: str) -> KvmeshError:

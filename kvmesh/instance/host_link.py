@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 DIAL_S = 5.0
 COMING_S = 60.0  # hosts start beside each other, in any order
+NOT_THERE = ("failed to connect", "did not answer", "DNS resolution failed")  # of a host that may come
 AGAIN_S = 0.5
 BEAT_S = 0.5
 LEAST_SILENCE_S = 2.0  # a busy event loop is no lost host
@@ -59,6 +60,7 @@ class RankHostLink:
         clients: Sequence[RankClient],
         threads: int,
         silence_s: float,
+        coming_s: float = COMING_S,
     ) -> None:
         self.address = address
         self._who = f"rank host {address}"
@@ -71,6 +73,7 @@ class RankHostLink:
             silence_ms=int(max(silence_s, LEAST_SILENCE_S) * 1000),
         )
         self._silence_s = max(silence_s, LEAST_SILENCE_S)
+        self._coming_s = coming_s
         self._clients: Mapping[int, RankClient] = {client.rank: client for client in clients}
         self._frames = {rank: RankFrames(m.ToFront) for rank in self._clients}
         self._ended = {rank: asyncio.Event() for rank in self._clients}
@@ -80,9 +83,10 @@ class RankHostLink:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Dials until the host answers, for a minute at most; its rank processes have started then. Raises Unavailable
-        when it does not, or KvmeshError as it refuses."""
-        end = time.monotonic() + COMING_S
+        """Dials until the host answers, for `coming_s` at most; its rank processes have started then. Raises
+        Unavailable when it does not, or KvmeshError as it refuses."""
+        end = time.monotonic() + self._coming_s
+        complained = False
         while True:
             stream: ClientStream[ranks_pb2.RankHostRequest, ranks_pb2.RankHostEvent] = ClientStream(
                 self._who, self.address, lambda channel: ranks_pb2_grpc.RankHostStub(channel).Run()
@@ -92,9 +96,11 @@ class RankHostLink:
                 break
             except Unavailable as error:
                 await stream.close()
-                refused = "failed to connect" not in error.message and "did not answer" not in error.message
-                if refused or time.monotonic() > end:
+                if not any(sign in error.message for sign in NOT_THERE) or time.monotonic() > end:
                     raise Unavailable(f"rank_hosts={self.address!r}: {error.message}") from None
+                if not complained:
+                    complained = True
+                    log.info("%s does not answer yet (%s); waits %.0f s for it", self._who, error, self._coming_s)
                 await asyncio.sleep(AGAIN_S)
             except BaseException:
                 await stream.close()

@@ -10,28 +10,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from kvmesh.errors import InvalidRequest, Overloaded, ProtocolMismatch, Unavailable
 from kvmesh.instance.host_link import BEAT_S, PIECE_BYTES, build
 from kvmesh.instance.rank_host_config import RanksConfig
+from kvmesh.instance.rank_lending import RankLender, gpu_memory, memory_for_ranks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankProcess, rank_env, rank_socket, start_process
+from kvmesh.ranks.front_port import FrontPort
 from kvmesh.ranks.ipc import HEADER, MAX_FRAME_BYTES, frame
 from kvmesh.ranks.network import find_interface
 from kvmesh.rpc import protocol
 from kvmesh.rpc.bidi import ServerStream
+from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import ranks_pb2, ranks_pb2_grpc
 from kvmesh.rpc.runner import observed
-from kvmesh.rpc.server import Server
+from kvmesh.rpc.server import Server, join
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +44,8 @@ STOP_GRACE_S = 0.5
 REAP_S = 2.0
 MOST_THREADS = 1024
 RETRY_AFTER_MS = 1_000
-HELD_BYTES = 4 << 20  # read from the ranks of a stream and not taken by its front: then they are not read
+HELD_BYTES = 4 << 20  # read from a rank and not taken by its front: then it is not read any further
+ENDS_KEPT, NAME_KEPT = 16, 256
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -51,19 +56,28 @@ async def run(config: RanksConfig, stop: asyncio.Event, started: Callable[[dict[
         servicer = RankHostServicer(config)
         ranks_pb2_grpc.add_RankHostServicer_to_server(servicer, server.grpc)
         server.serves(SERVICE)
-        await server.start()
+        await asyncio.to_thread(gpu_memory)
+        port = await server.start()
+        servicer.address = join(config.advertise_host or config.host, port)
+        lender = RankLender(config.store, servicer.state) if config.store else None
+        servicer.lender = lender
+        lending = asyncio.create_task(lender.run(), name="lend ranks") if lender is not None else None
         try:
             server.set_ready(True)
             started({"address": server.address, "metrics": metrics})
             await stop.wait()
         finally:
-            servicer.end("the rank host stops")
+            servicer.end("was ended: its rank host stops")
+            if lender is not None and lending is not None:
+                lending.cancel()
+                await asyncio.gather(lending, return_exceptions=True)
+                await lender.close()
             await server.stop(STOP_GRACE_S)
 
 
 class HostedRank:
     """Owns one rank process and the socket to it, for a front elsewhere. `prepare` sets in its Configure what belongs
-    to this machine; `news` is called when `taken` or `ended` have something new."""
+    to this machine; `news` is called when `take` or `ended` have something new."""
 
     def __init__(
         self, rank: int, threads: int, prepare: Callable[[m.Configure], m.Configure], news: Callable[[], None]
@@ -71,7 +85,7 @@ class HostedRank:
         self.rank, self.ended = rank, ""
         self._prepare, self._news = prepare, news
         self._first: bytearray | None = bytearray()  # the first frame, while it comes
-        self._out, self.taken = bytearray(), bytearray()
+        self._taken = bytearray()
         self._loop = asyncio.get_running_loop()
         ours, theirs = rank_socket()
         try:
@@ -81,9 +95,7 @@ class HostedRank:
             raise
         finally:
             theirs.close()
-        ours.setblocking(False)
-        self._sock: socket.socket | None = ours
-        self.resume()
+        self._port = FrontPort(ours, self._came, self._closed)
 
     @property
     def pid(self) -> int:
@@ -97,14 +109,16 @@ class HostedRank:
             if not data:
                 return
             self._first = None
-        if self._sock is None:
-            return
-        if len(self._out) > MAX_FRAME_BYTES:
+        if self._port.queued > MAX_FRAME_BYTES:
             self.kill("takes no messages")
             return
-        if not self._out:
-            self._loop.add_writer(self._sock, self._writable)
-        self._out += data
+        self._port.send(data)
+
+    def take(self) -> bytes:
+        """Returns what the rank has sent since the last call."""
+        taken, self._taken = bytes(self._taken), bytearray()
+        self._port.resume()
+        return taken
 
     def _configured(self, first: bytearray) -> bytes:
         """Returns what has come once the first frame is whole, with this machine's settings; b"" before."""
@@ -124,46 +138,14 @@ class HostedRank:
             raise InvalidRequest(f"frames: the first message is not the Configure of rank {self.rank}", field="frames")
         return frame(self._prepare(message)) + bytes(first[end:])
 
-    def resume(self) -> None:
-        """Reads from the rank (again)."""
-        if self._sock is not None:
-            self._loop.add_reader(self._sock, self._readable)
+    def _came(self, data: bytes) -> None:
+        self._taken += data
+        if len(self._taken) > HELD_BYTES:
+            self._port.pause()
+        self._news()
 
-    def pause(self) -> None:
-        """Leaves what the rank says in its socket, where it waits in turn."""
-        if self._sock is not None:
-            self._loop.remove_reader(self._sock)
-
-    def _writable(self) -> None:
-        assert self._sock is not None
-        try:
-            sent = self._sock.send(self._out)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._closed()
-            return
-        del self._out[:sent]
-        if not self._out:
-            self._loop.remove_writer(self._sock)
-
-    def _readable(self) -> None:
-        assert self._sock is not None
-        try:
-            data = self._sock.recv(PIECE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            self.taken += data
-            self._news()
-        else:
-            self._closed()
-
-    def _closed(self) -> None:
+    def _closed(self, _: str) -> None:
         """The rank has closed its socket: the kernel does so a moment before the process is gone."""
-        self._detach()
         self._loop.create_task(self._reap(), name=f"end of rank {self.rank}")
 
     async def _reap(self) -> None:
@@ -184,20 +166,13 @@ class HostedRank:
         """Ends the process now."""
         self.ended = self.ended or why
         self._process.kill()
-        self._detach()
+        self._port.close()
         self._news()
-
-    def _detach(self) -> None:
-        if self._sock is not None:
-            self._loop.remove_reader(self._sock)
-            self._loop.remove_writer(self._sock)
-            self._sock.close()
-            self._sock = None
 
     async def close(self) -> None:
         """Kills the process and waits until it is gone."""
         self._process.kill()
-        self._detach()
+        self._port.close()
         await asyncio.to_thread(self._waited, REAP_S)
 
 
@@ -210,7 +185,7 @@ class HostedRanks:
         self.why = ""
         self._silence_s = hello.silence_ms / 1000
         self._heard_at = time.monotonic()
-        self._beat_due, self._paused = True, False
+        self._beat_due = True
         self._told: set[int] = set()
         self._ranks: dict[int, HostedRank] = {}
         try:
@@ -223,6 +198,11 @@ class HostedRanks:
     @property
     def pids(self) -> list[int]:
         return [rank.pid for rank in self._ranks.values()]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The ranks, as the instance counts them."""
+        return list(self._ranks)
 
     def take(self, request: ranks_pb2.RankHostRequest) -> None:
         """Takes a message of the front. Raises InvalidRequest for a rank that is not here."""
@@ -250,9 +230,9 @@ class HostedRanks:
             self._beat_due = False
             events.append(ranks_pb2.RankHostEvent(beat=ranks_pb2.RankHostBeat(host_ns=time.monotonic_ns())))
         for number, rank in self._ranks.items():
-            data, rank.taken = rank.taken, bytearray()
+            data = rank.take()
             for at in range(0, len(data), PIECE_BYTES):
-                piece = ranks_pb2.RankFrames(rank=number, data=bytes(data[at : at + PIECE_BYTES]))
+                piece = ranks_pb2.RankFrames(rank=number, data=data[at : at + PIECE_BYTES])
                 events.append(ranks_pb2.RankHostEvent(frames=piece))
             if rank.ended and number not in self._told:
                 self._told.add(number)
@@ -285,8 +265,44 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
 
     def __init__(self, config: RanksConfig) -> None:
         self._config = config
+        self._incarnation = time.time_ns()
         self._hosted: dict[str, HostedRanks] = {}
         self._count = 0  # of ranks
+        self._ended: deque[ranks_pb2.RankHostEnd] = deque(maxlen=ENDS_KEPT)
+        self._ends = 0
+        self.address = ""  # where others reach it
+        self.lender: RankLender | None = None
+
+    def state(self) -> ranks_pb2.RankHostState:
+        """Returns what store masters are told."""
+        config = self._config
+        name = config.instance_id or f"ranks-{config.node_id}"
+        return ranks_pb2.RankHostState(
+            instance=pb.InstanceRef(instance_id=name, address=self.address, incarnation=self._incarnation),
+            node_id=config.node_id,
+            build=build(),
+            max_ranks=config.max_ranks,
+            gpus=len(gpu_memory()),
+            memory_bytes=memory_for_ranks(),
+            uses=[
+                ranks_pb2.RankHostUse(instance_id=name, ranks=hosted.numbers)
+                for name, hosted in self._hosted.items()
+                if not hosted.over.is_set()
+            ],
+        )
+
+    async def GetStatus(  # noqa: N802
+        self, request: ranks_pb2.GetRankHostStatusRequest, context: Any
+    ) -> ranks_pb2.GetRankHostStatusResponse:
+        """Says what runs here, how the last ones have ended, and whether a store master knows of this host."""
+        lender = self.lender
+        return ranks_pb2.GetRankHostStatusResponse(
+            host=self.state(),
+            ended=self._ended,
+            ends=self._ends,
+            registered=lender.registered if lender is not None else "",
+            unheard_ms=int(lender.unheard_s * 1000) if lender is not None else 0,
+        )
 
     def end(self, why: str) -> None:
         """Ends all ranks."""
@@ -328,8 +344,12 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
             if watching is not None:
                 watching.cancel()
             if hosted is not None:
-                hosted.end("its front has ended the stream")
+                hosted.end("its front has ended, or is out of reach")
                 log.info("%s: ranks %s end: %s", name, list(hello.ranks), hosted.why)
+                self._ends += 1
+                self._ended.append(
+                    ranks_pb2.RankHostEnd(instance_id=name[:NAME_KEPT], ranks=hello.ranks, cause=hosted.why)
+                )
                 await asyncio.shield(self._closed(name, hosted))
             self._count -= len(hello.ranks)
 
@@ -380,7 +400,8 @@ def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Confi
         configure,
         model_path=config.model or configure.model_path,
         cache_dir=config.cache_dir,
-        warm_segment="",
+        ssd_path=_own_folder("ssd_path", config.ssd_path, configure.ssd_path, configure.instance_id),
+        warm_segment=_own_folder("warm_segment", config.warm_segment, configure.warm_segment, configure.instance_id),
         transports=config.transport_list,
         nics=config.nic_list,
         topology=config.topology,
@@ -392,6 +413,19 @@ def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Confi
         rank_network=config.rank_network or configure.rank_network,
         rank_route=front,
     )
+
+
+def _own_folder(key: str, here: str, asked: str, instance_id: str) -> str:
+    """Returns this machine's folder for what the front keeps in the folder `asked`; "" where that keeps none. Raises
+    InvalidRequest where this machine has no place for it."""
+    if not asked:
+        return ""
+    if not here:
+        raise InvalidRequest(
+            f"{key}={asked!r}: this rank host has no folder for it (its own --{key.replace('_', '-')})"
+        )
+    name = quote(instance_id, safe="")
+    return str(Path(here).absolute() / (f"%2E{name[1:]}" if name.startswith(".") else name))
 
 
 def _host(peer: str) -> str:

@@ -1,8 +1,8 @@
 """Plans between rank groups: which of N writer ranks sends which runs of a block to which of M reader ranks.
 
-Both sides cut the model's layers and heads as they like (TP, PP, TP over more ranks than there are heads, a latent
-that every rank holds). The cuts of all ranks make a grid; each of its cells that a reader holds is sent to it by
-exactly one writer that holds it:
+Both sides cut the model's layers and heads, and the tokens of a block, as they like (TP, PP, TP over more ranks than
+there are heads, a latent that every rank holds, contexts that ranks share: `ShardLayout.turns`). The cuts of all ranks
+make a grid; each of its cells that a reader holds is sent to it by exactly one writer that holds it:
 
     owners of a cell        team of a reader                        who sends block b
     ranks that hold it  ─▶  those of them that serve this reader ─▶ team[b % len(team)]
@@ -11,19 +11,16 @@ Owners that hold the same are shared out among the readers that need it, so that
 reader hears of as few writers as that allows; where a team has several, they take turns by block, because a turn of
 whole blocks keeps runs long and the last layer of a prompt leaves from all of them at once.
 
-Ranks that share a context by turns (`ShardLayout.turns`) hold some blocks only. All turns of both sides repeat after
-their least common multiple, so there is one grid for each remainder of a block's number by it, over the ranks that hold
-such blocks; a block's number is then its number in the prompt, at every rank.
-
 A reader waits for an end mark of every writer of its teams, one from each, whatever rails the bytes took (ADR 0001); a
 writer whose turn never came marks all the same, as it cannot know how many blocks somebody else was told of.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
@@ -32,7 +29,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import Part, Run, ShardLayout, check_same_blocks, part_of, runs_of
 
 MAX_CACHED = 4096
-MAX_PERIOD = 4096  # blocks after which the turns of both sides repeat
+MAX_CELLS = 65_536  # of one reader's grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +73,8 @@ class GroupPlan:
         if found is None:
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()
-            whole = part_of(source)
-            window = Part(source.first_layer + layer0, source.first_layer + layer1, whole.head0, whole.head1)
+            first = source.first_layer
+            window = replace(part_of(source), layer0=first + layer0, layer1=first + layer1)
             parts = [
                 part.common(window)
                 for duty in self.duties[reader]
@@ -96,22 +93,18 @@ def plan_group(writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...
         raise ConfigError("a group transfer needs writers and readers", field="writers" if not writers else "readers")
     for shard in (*writers, *readers):
         check_same_blocks(writers[0], shard)
-    period = lcm(*(shard.turns for shard in (*writers, *readers)))
-    if period > MAX_PERIOD:
-        raise ConfigError(f"turns repeat after {period} blocks, at most {MAX_PERIOD} are planned", field="turns")
+    needs = [_needs(writers, shard, reader) for reader, shard in enumerate(readers)]
+    wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)  # owners → readers that need what they hold
+    for reader, cells in enumerate(needs):
+        for owners in cells:
+            wanted[owners].append(reader)
     duties: list[list[WriterShare]] = [[] for _ in readers]
-    for block in range(period):
-        needs = {r: _needs(writers, readers, r, block) for r, shard in enumerate(readers) if shard.holds(block)}
-        wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)  # owners → readers that need what they hold
-        for reader, cells in needs.items():
-            for owners in cells:
-                wanted[owners].append(reader)
-        for owners, sharers in wanted.items():
-            for k, reader in enumerate(sharers):
-                team = _team(owners, k, len(sharers))
-                parts = tuple(needs[reader][owners])
-                for at, writer in enumerate(team):
-                    duties[reader].append(WriterShare(writer, at * period + block, len(team) * period, parts))
+    for owners, sharers in wanted.items():
+        for k, reader in enumerate(sharers):
+            team = _team(owners, k, len(sharers))
+            parts = tuple(needs[reader][owners])
+            for turn, writer in enumerate(team):
+                duties[reader].append(WriterShare(writer, turn, len(team), parts))
     return GroupPlan(writers, readers, tuple(tuple(mine) for mine in duties))
 
 
@@ -125,29 +118,26 @@ def _team(owners: Sequence[int], k: int, sharers: int) -> Sequence[int]:
     return owners[k * n // sharers : (k + 1) * n // sharers]
 
 
-def _needs(
-    writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...], reader: int, block: int
-) -> dict[tuple[int, ...], list[Part]]:
+def _needs(writers: tuple[ShardLayout, ...], target: ShardLayout, reader: int) -> dict[tuple[int, ...], list[Part]]:
     """Returns the cells of one reader's shard of a block by the writers that hold them; adjacent cells of one layer
     range are joined."""
-    target, held = (
-        part_of(readers[reader]),
-        {i: part_of(shard) for i, shard in enumerate(writers) if shard.holds(block)},
-    )
-    layers = sorted({target.layer0, target.layer1} | {cut for p in held.values() for cut in (p.layer0, p.layer1)})
-    heads = sorted({target.head0, target.head1} | {cut for p in held.values() for cut in (p.head0, p.head1)})
+    wanted, held = part_of(target), [part_of(shard) for shard in writers]
+    overlaps = [wanted, *(part for one in held if not (part := one.common(wanted)).empty)]
+    layers = sorted({cut for part in overlaps for cut in (part.layer0, part.layer1)})
+    heads = sorted({cut for part in overlaps for cut in (part.head0, part.head1)})
+    tokens = sorted({cut for part in overlaps for cut in (part.token0, part.token1)})
+    if (cells := len(layers) * len(heads) * len(tokens)) > MAX_CELLS:
+        raise ConfigError(f"cuts of {len(writers)} writers make {cells} cells, at most {MAX_CELLS}", field="writers")
     found: dict[tuple[int, ...], list[Part]] = defaultdict(list)
-    for layer0, layer1 in pairwise(layers):
-        for head0, head1 in pairwise(heads):
-            cell = Part(layer0, layer1, head0, head1).common(target)
-            if cell.empty:
-                continue
-            owners = tuple(i for i, part in held.items() if part.common(cell) == cell)
-            if not owners:
-                raise ConfigError(
-                    f"no writer holds layers {cell.layer0}..{cell.layer1 - 1} of heads {cell.head0}..{cell.head1 - 1}, "
-                    f"which reader {reader} needs",
-                    field="writers",
-                )
-            found[owners].append(cell)
+    for edges in itertools.product(pairwise(layers), pairwise(heads), pairwise(tokens)):
+        cell = Part(*itertools.chain(*edges))
+        owners = tuple(i for i, part in enumerate(held) if part.common(cell) == cell)
+        if not owners:
+            of = f" at tokens {cell.token0}..{cell.token1 - 1} of a block" if len(tokens) > 2 else ""
+            raise ConfigError(
+                f"no writer holds layers {cell.layer0}..{cell.layer1 - 1} of heads {cell.head0}..{cell.head1 - 1}{of}, "
+                f"which reader {reader} needs",
+                field="writers",
+            )
+        found[owners].append(cell)
     return found

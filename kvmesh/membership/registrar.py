@@ -433,6 +433,7 @@ class Registrar:
         switchable: bool = False,
         prefill_size_weight: float = 0.0,
         prefill_tenant_fairness: bool = False,
+        axes: pb.InstanceAxes | None = None,
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
@@ -448,6 +449,7 @@ class Registrar:
             switchable=switchable,
             prefill_size_weight=prefill_size_weight,
             prefill_tenant_fairness=prefill_tenant_fairness,
+            axes=axes,
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
         self._report = report

@@ -12,8 +12,8 @@ TIMEOUT_S = 300
 
 
 def compile_into(folder: Path) -> Path:
-    """The library in `folder`, compiled unless it is there; older builds in that folder go. Raises BuildFailed,
-    OSError (folder not writable)."""
+    """The library in `folder`, compiled unless it is there; all but the newest few builds in that folder go. Raises
+    BuildFailed, OSError (folder not writable)."""
 
     def compile_to(made: Path) -> None:
         sources = map(str, library.sources())

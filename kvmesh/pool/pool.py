@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvmesh.blockservice.blocks import BlockService
 from kvmesh.blockservice.peer_segments import PeerSegments
@@ -167,6 +168,7 @@ class PoolNode:
             advertise_host=c.advertise_host,
             leave_host=c.leave_host,
             tls=c.transfer_tls,
+            ssd_path=str(Path(c.ssd_path).absolute()) if c.ssd_path else "",
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
         )

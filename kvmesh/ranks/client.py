@@ -17,7 +17,8 @@ from typing import Protocol
 from kvmesh.errors import BY_CODE, InternalError, KvmeshError
 from kvmesh.ranks import expert_metrics, transfer_metrics
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.ipc import RECEIVE_BYTES, RankFrames, frame
+from kvmesh.ranks.front_port import FrontPort
+from kvmesh.ranks.ipc import RankFrames, frame
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +99,10 @@ class RankClient:
         self._on_message = on_message
         self._on_lost = on_lost
         self._frames = RankFrames(m.ToFront)
-        self._out = bytearray()
-        self._sock: socket.socket | None = None
+        self._port: FrontPort | None = None
         self._process: RankProcess | None = None
         self._link: RankLink | None = None
         self._remote = (0, "")  # process and host, where there is a link
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[m.Ready] | None = None
         self._closing = False
         self._refused = False  # whether the rank has reported why it cannot start, and ends
@@ -132,22 +131,18 @@ class RankClient:
         """Starts the process (never by fork: the front has threads of its own). With `streaming` its large copies go
         past the cache, see `streaming_copies`. `peers` are the process's ends of the sockets between leader and
         followers."""
-        self._loop = asyncio.get_running_loop()
-        self._ready = self._loop.create_future()
+        self._ready = asyncio.get_running_loop().create_future()
         ours, theirs = rank_socket()
         filenos = [sock.fileno() for sock in (theirs, *peers)]
         try:
             self._process = start_process(filenos, rank_env(threads, streaming))
         finally:
             theirs.close()
-        ours.setblocking(False)
-        self._sock = ours
-        self._loop.add_reader(ours, self._readable)
+        self._port = FrontPort(ours, self._came, self._lost)
 
     def attach(self, link: RankLink, pid: int) -> None:
         """Speaks to a rank that runs as `pid` at the other end of `link`, which calls `received` and `lost`."""
-        self._loop = asyncio.get_running_loop()
-        self._ready = self._loop.create_future()
+        self._ready = asyncio.get_running_loop().create_future()
         self._link, self._remote = link, (pid, link.address)
 
     def received(self, message: m.ToFront) -> None:
@@ -175,23 +170,8 @@ class RankClient:
         if self._link is not None:
             self._link.send(self.rank, message)
             return
-        if self._sock is None:
-            return
-        data = frame(message)
-        if not self._out:
-            try:
-                sent = self._sock.send(data)
-            except BlockingIOError:
-                sent = 0
-            except OSError as error:
-                self._lost(f"send: {error}")
-                return
-            if sent == len(data):
-                return
-            data = data[sent:]
-            assert self._loop is not None
-            self._loop.add_writer(self._sock, self._writable)
-        self._out += data
+        if self._port is not None:
+            self._port.send(frame(message))
 
     def ping(self) -> None:
         self._nonce += 1
@@ -201,30 +181,7 @@ class RankClient:
         """Returns the seconds since the rank last sent anything."""
         return now - self.last_pong if self.last_pong else 0.0
 
-    def _writable(self) -> None:
-        assert self._sock is not None and self._loop is not None
-        try:
-            sent = self._sock.send(self._out)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._lost()
-            return
-        del self._out[:sent]
-        if not self._out:
-            self._loop.remove_writer(self._sock)
-
-    def _readable(self) -> None:
-        assert self._sock is not None
-        try:
-            data = self._sock.recv(RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._lost()
-            return
+    def _came(self, data: bytes) -> None:
         self.last_pong = time.monotonic()
         for message in self._frames.feed(data):
             self._dispatch(message)
@@ -278,11 +235,9 @@ class RankClient:
     def _detach(self) -> None:
         if not self._closing:
             self._link = None  # nothing of it is wanted any more, and its end is waited for no longer
-        if self._sock is not None and self._loop is not None:
-            self._loop.remove_reader(self._sock)
-            self._loop.remove_writer(self._sock)
-            self._sock.close()
-            self._sock = None
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
     async def close(self) -> None:
         """Asks the rank to end, then kills it. It takes at most twice the grace; a rank ignores SIGTERM."""

@@ -17,7 +17,18 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 # Fields of messages that are moments; any other field that ends in _ns is a duration, or none of the machine's clock.
 MOMENTS = frozenset(
-    ("lease_until_ns", "deadline_ns", "first_post_ns", "last_ack_ns", "start_ns", "end_ns", "since_ns", "warm_until_ns")
+    (
+        "lease_until_ns",
+        "deadline_ns",
+        "first_post_ns",
+        "last_ack_ns",
+        "start_ns",
+        "end_ns",
+        "since_ns",
+        "busy_from_ns",
+        "busy_until_ns",
+        "warm_until_ns",
+    )
 )
 KEPT = 32  # exchanges that an offset is taken from: clocks of two machines drift by some 10 µs a second
 

@@ -266,10 +266,10 @@ class Summed(Message, frozen=True):
 
 
 class TierOpen(Message, frozen=True):
-    """Orders to recover what lies at `path` and to take puts from now on. TierChanged says what there is, then
-    TierOpened answers. `identity` is what the blocks belong to beyond their keys; `room` the bytes of the largest
-    block. `tier` is a kvmesh.kvcache.tiers.Tier; `below` is the tier that gets what this one evicts and was used
-    `demote_uses` times (0: none). It must be opened before this one."""
+    """Orders to recover what lies at `path`, a URL or a folder in `Configure.ssd_path`, and to take puts from now on.
+    TierChanged says what there is, then TierOpened answers. `identity` is what the blocks belong to beyond their keys;
+    `room` the bytes of the largest block. `tier` is a kvmesh.kvcache.tiers.Tier; `below` is the tier that gets what
+    this one evicts and was used `demote_uses` times (0: none). It must be opened before this one."""
 
     tier: int
     part: int
@@ -480,6 +480,7 @@ class Configure(Message, frozen=True):
     topology: str = ""  # JSON or file of it; "" = found in /sys
     # Further fields of EngineConfig.
     rdma: dict[str, int | tuple[str, ...]] = msgspec.field(default_factory=dict)
+    ssd_path: str = ""  # folder of the SSD tier, in which TierOpen names one; "" = none
     warm_segment: str = ""  # folder of memory that the next incarnation finds; "" = none
     warm_lease_ms: int = 0  # the longest lease that this incarnation gives
     cuda_graphs: bool = True
@@ -501,6 +502,8 @@ class Configure(Message, frozen=True):
     # Whether a model that has several cache groups, or one that does not keep all, is served group by group: Ready says
     # its `groups`, and every message that names pages or extents must name them by group.
     cache_groups: bool = False
+    speculate: str = "off"  # which drafts are verified (kvmesh.ranks.speculation)
+    max_draft_tokens: int = 0
     mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them
 
 
@@ -778,6 +781,7 @@ class Join(Message, frozen=True):
     sampling: Sampling
     history: TokenHistory | None = None  # up to `next_token`; None: nothing asks for it
     groups: tuple[GroupPages, ...] = ()  # instead of `pages`, where the model has several cache groups
+    said: TokenHistory | None = None  # up to `next_token`, for drafts; None: it gets none
 
 
 class Grant(Message, frozen=True):
@@ -844,6 +848,10 @@ class Ready(Message, frozen=True):
     settings: str = ""  # for people: what was chosen and why
     # Of each cache group, by number, that this rank has layers of; (): the model has one group that keeps all.
     groups: tuple[GroupMemory, ...] = ()
+    # Products of a prompt's token, and of a pair of a query and a token that it sees, in all layers of the model: what
+    # chunks cost relative to each other. 0, 0: not known.
+    token_products: float = 0.0
+    pair_products: float = 0.0
 
 
 class InitFailed(Message, frozen=True):
@@ -903,13 +911,17 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillStepDone(Message, frozen=True):
-    """Reports a step. `scores` are by handle, of chunks that asked for them; rank 0 alone tells them."""
+    """Reports a step. `scores` are by handle, of chunks that asked for them; rank 0 alone tells them. A stage of a
+    pipeline says from when it had what the stage before it sent until when it had computed its own layers; 0: there is
+    one stage."""
 
     step_id: int
     start_ns: int
     end_ns: int
     sampled: tuple[Sampled, ...]
     scores: tuple[tuple[int, PromptScores], ...] = ()
+    busy_from_ns: int = 0
+    busy_until_ns: int = 0
 
 
 class WindowOpened(Message, frozen=True):
@@ -960,6 +972,8 @@ class DecodeStepDone(Message, frozen=True):
     prefill_tokens: int = 0  # of prompts, computed in the same step
     held: tuple[int, ...] = ()
     since_ns: int = 0
+    # Of each drafter by name: how many tokens this step has computed as its drafts, and how many of them were kept.
+    drafts: tuple[tuple[str, int, int], ...] = ()
 
 
 class Stalled(Message, frozen=True):

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvmesh.errors import InternalError, KvmeshError
+from kvmesh.errors import InternalError, KvmeshError, RanksLost
 from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.ipc import RankPort
@@ -156,7 +156,8 @@ class RankLoop:
                     others = OtherLeaders(self._peers[len(socks) - len(configure.elsewhere) :])
                     self._lead(worker, self._commands, Followers(socks, timeout_s), others)
             except Exception as error:
-                log.error("rank %d gives up", configure.rank, exc_info=not isinstance(error, KvmeshError))
+                known = isinstance(error, KvmeshError | RanksLost)
+                log.error("rank %d gives up: %s", configure.rank, error, exc_info=not known)
                 self._port.send(m.RankFailed(f"gave up: {error}"))
                 raise SystemExit(1) from None
 
@@ -196,9 +197,10 @@ class RankLoop:
             if worker.keeps_rounds:
                 run, call = self._wake.choose(*worker.rounds, run)
                 others.call(call)
-            followers.tell(commands.turn(run, due, self._step_id, worker.rows))
+            share = worker.share_ppm
+            followers.tell(commands.turn(run, due, self._step_id, worker.rows, share))
             if run:
-                self._step(worker, due)
+                self._step(worker, due, share)
 
     def _follow(self, worker: AnyWorker, commands: Follower, leader: LeaderPort, timeout_s: float) -> None:
         """Runs the leader's steps. Raises InternalError when the leader is gone, or commands that it has applied do not
@@ -221,7 +223,7 @@ class RankLoop:
                 if turn is not None:
                     check(turn, self._step_id, worker.rows)
                     if turn.run:
-                        self._step(worker, turn.due)
+                        self._step(worker, turn.due, turn.share)
                 done = turn is None
             now = time.monotonic()
             if not commands.behind:
@@ -250,8 +252,8 @@ class RankLoop:
         """Whether there is a PrefillStep and all loads before it are done. Until then rows step without it."""
         return bool(self._steps) and worker.loaded(self._steps[0][1])
 
-    def _step(self, worker: AnyWorker, due: bool) -> None:
-        worker.step(self._steps.popleft()[0] if due else None, self._take_urgent)
+    def _step(self, worker: AnyWorker, due: bool, share: int) -> None:
+        worker.step(self._steps.popleft()[0] if due else None, self._take_urgent, share)
 
     def _configure(self, configure: m.Configure) -> bool:
         try:

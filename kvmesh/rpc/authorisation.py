@@ -175,6 +175,9 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "Drain": _may(_I, _S, _C, _O, claim="instance_id"),
         "SetQuota": _may(_O),
         "ListQuotas": _USE_OF_THE_STORE,
+        "LendRanks": _may(_I, claim="host.instance.instance_id"),
+        "PlaceRanks": _may(_I, claim=_OWN),
+        "ListRankHosts": _may(_I, _O),
     },
     "kvmesh.v1.Conductor": {
         "Register": _may(_I, claim=_OWN),
@@ -212,7 +215,10 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "Resume": _may(_C, _O),
         "UpdateWeights": _may(_C, _O),
     },
-    "kvmesh.v1.RankHost": {"Run": _may(_I, claim="hello.instance.instance_id")},
+    "kvmesh.v1.RankHost": {
+        "Run": _may(_I, claim="hello.instance.instance_id"),
+        "GetStatus": _may(_I, _O),
+    },
     "kvmesh.v1.Doors": {"FindDoor": Permission(_ANY)},
     "kvmesh.v1.Traces": {"Keep": _may(_G)},
     "kvmesh.v1.Gateway": {"Generate": PUBLIC, "GetGatewayStatus": PUBLIC},

@@ -18,6 +18,8 @@ The spans of one request:
         │   │       └── kvmesh.transfer      for each rank: first byte asked for → last one read
         │   ├── kvmesh.load                  own host segment → device pages
         │   ├── kvmesh.compute               first chunk starts → first token sampled
+        │   │   └── kvmesh.stage             each of a pipeline's: its first chunk has come → last one computed
+        │   │       └── kvmesh.chunk         each of its chunks: has come → is computed
         │   └── kvmesh.transfer              first byte posted → last acknowledged
         ├── kvmesh.reserve                   decode: BeginFill → landing sent
         ├── kvmesh.load                      decode: landing → device pages
@@ -79,6 +81,8 @@ SPAN_LOCATE = "kvmesh.locate"
 SPAN_RESOLVE = "kvmesh.resolve"
 SPAN_BIND = "kvmesh.bind"
 SPAN_COMPUTE = "kvmesh.compute"
+SPAN_STAGE = "kvmesh.stage"
+SPAN_CHUNK = "kvmesh.chunk"
 SPAN_TRANSFER = "kvmesh.transfer"
 SPAN_RESERVE = "kvmesh.reserve"
 SPAN_LOAD = "kvmesh.load"
@@ -146,6 +150,12 @@ AT_DECODE_TOKENS = "kvmesh.at_decode_tokens"  # of the prompt: their KV lay in d
 DECODE_PULLED_TOKENS = "kvmesh.decode.pulled_tokens"  # fetched by decode from other nodes for this request
 COMPUTED_TOKENS = "kvmesh.computed_tokens"  # by prefill: the rest
 CHUNKS = "kvmesh.chunks"
+STAGE = "kvmesh.stage.number"  # from 0
+STAGE_BUSY_MS = "kvmesh.stage.busy_ms"  # of its chunks of this prompt
+STAGE_IDLE_MS = "kvmesh.stage.idle_ms"  # before these, and behind the last one where nothing followed it
+CHUNK_START = "kvmesh.chunk.start"  # its first token
+CHUNK_END = "kvmesh.chunk.end"
+BUBBLE = "kvmesh.bubble"  # idle time of the stages of a pipeline, of their idle and busy time
 BLOCKS = "kvmesh.blocks"
 BLOCK_TOKENS = "kvmesh.block_tokens"
 TRANSFER_BYTES = "kvmesh.transfer.bytes"
@@ -187,6 +197,7 @@ ProcessCollector(registry=_PROCESS)
 # Seconds: from a millisecond, where a local mesh lives, to a minute, where a deadline does.
 _WAIT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _STEP = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_SHARE = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -288,6 +299,12 @@ PREFILL_QUEUE = _histogram("prefill_queue_seconds", "Received until the first ch
 PREFILL_COMPUTE = _histogram("prefill_compute_seconds", "First chunk starts until the first token.", _WAIT)
 PREFILL_TRANSFER = _histogram("prefill_transfer_seconds", "First byte posted until the last acknowledged.", _WAIT)
 PREFILL_STEP = _histogram("prefill_step_seconds", "One engine step.", _WAIT)
+PREFILL_STAGE_SECONDS = _counter(
+    "prefill_stage_seconds_total", "Time of a pipeline's stages while it has steps: busy or idle.", "stage", "state"
+)
+PREFILL_BUBBLE = _histogram(
+    "prefill_bubble_ratio", "Share of the stages' time in which a pipeline stood still for a prompt.", _SHARE
+)
 PREFILL_TRANSFER_BYTES = _counter("prefill_transfer_bytes_total", "KV bytes acknowledged by decode.")
 PREFILL_COMPUTED_TOKENS = _counter("prefill_computed_tokens_total", "Prompt tokens computed.")
 PREFILL_CACHED_TOKENS = _counter("prefill_cached_tokens_total", "Prompt tokens found in the prefix cache.")
@@ -316,6 +333,10 @@ DECODE_STEP = _histogram("decode_step_seconds", "One engine step.", _STEP)
 DECODE_BATCH = _histogram("decode_batch_requests", "Requests in a step.", _BATCH)
 DECODE_CONTEXT_TOKENS = _gauge("decode_context_tokens", "Tokens of KV that a step reads.")
 DECODE_OUTPUT_TOKENS = _counter("decode_output_tokens_total", "Tokens made.")
+DECODE_DRAFT_TOKENS = _counter("decode_draft_tokens_total", "Tokens computed as drafts.", "drafter")
+DECODE_ACCEPTED_DRAFT_TOKENS = _counter(
+    "decode_accepted_draft_tokens_total", "Tokens that were foreseen by drafts.", "drafter"
+)
 DECODE_PREEMPTIONS = _counter("decode_preemptions_total", "Requests whose KV went back to the host segment.")
 # state: total, free
 DECODE_PAGES = _gauge("decode_pages_count", "Device pages, by cache group.", "state", "group")

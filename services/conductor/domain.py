@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import KvmeshError
@@ -178,6 +179,18 @@ class CordonState(Enum):
     DRAINING = "draining"  # ... and its last replicas move away
 
 
+class InstanceAxes(NamedTuple):
+    """Says how many ranks an instance has along each axis over which they share its model, and over which axes experts
+    are dealt out."""
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    dcp: int = 1
+    ep: tuple[str, ...] = ()
+
+
 # ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -194,6 +207,7 @@ class Register:
     switchable: bool = False
     size_weight: float = 0.0  # of its queue
     tenant_fairness: bool = False  # in its queue
+    axes: InstanceAxes = InstanceAxes()  # noqa: RUF009 - it is immutable
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from kvmesh.services.conductor.domain import (
     CordonState,
     DecodeSample,
     Heartbeat,
+    InstanceAxes,
     Lane,
     Load,
     Member,
@@ -95,8 +96,30 @@ def card_out(card: ModelCard) -> pb_common.ModelCard:
     return pb_common.ModelCard(**(dict(zip(_CARD, _card_values(card), strict=True)) | told))
 
 
+MOST_RANKS = 1024  # of one instance, as kvmesh.engine.axes has it
+_SIZES = ("dp", "pp", "cp", "tp", "dcp")
+_EXPERT_AXES = ("dp", "cp", "tp")
+
+
+def axes_in(axes: pb.InstanceAxes) -> InstanceAxes:
+    """Raises InvalidRequest for more ranks than an instance can have, and for axes that have no experts."""
+    sizes = {name: getattr(axes, name) or 1 for name in _SIZES}
+    for name, size in sizes.items():
+        if size > MOST_RANKS:
+            raise InvalidRequest.of(f"axes.{name}", size, f"must be at most {MOST_RANKS}")
+    if len(axes.ep) > len(_EXPERT_AXES) or not set(axes.ep) <= set(_EXPERT_AXES):
+        raise InvalidRequest.of("axes.ep", len(axes.ep), f"axes, must be some of {', '.join(_EXPERT_AXES)}")
+    return InstanceAxes(**sizes, ep=tuple(axes.ep))
+
+
+def axes_out(axes: InstanceAxes) -> pb.InstanceAxes | None:
+    """Returns None for one rank."""
+    return pb.InstanceAxes(**axes._asdict()) if axes != InstanceAxes() else None
+
+
 def register_in(request: pb.RegisterInstanceRequest) -> Register:
-    """Raises InvalidRequest for an unknown role, or a size weight that is no finite number of at least 0."""
+    """Raises InvalidRequest for an unknown role, a size weight that is no finite number of at least 0, or axes that
+    cannot be."""
     role = _ROLES.get(request.role)
     if role is None:
         raise InvalidRequest.of("role", request.role, "must be prefill, decode or both")
@@ -114,6 +137,7 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
         switchable=request.switchable,
         size_weight=request.prefill_size_weight,
         tenant_fairness=request.prefill_tenant_fairness,
+        axes=axes_in(request.axes),
     )
 
 
@@ -389,6 +413,7 @@ def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:
         loaded_blocks=candidate.loaded_blocks,
         tier=candidate.tier.value if candidate.tier is not Tier.DRAM else 0,  # type: ignore[arg-type]
         crowd=_crowd_out(candidate.crowd),
+        axes=axes_out(candidate.axes),
     )
 
 
@@ -423,6 +448,7 @@ def view_out(view: InstanceView) -> pb.InstanceStatus:
         node_id=view.node_id,
         card=card_out(view.card),
         pending_requests=view.pending,
+        axes=axes_out(view.axes),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvmesh.clock import Tick
 from kvmesh.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.kvcache.keys import KEY_BYTES
+from kvmesh.membership.places import instance_of
 from kvmesh.rpc import protocol
 from kvmesh.rpc.addresses import split
 from kvmesh.rpc.call_queue import CallQueue
@@ -267,10 +268,10 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         if request.state not in mapping.CORDONS:
             raise InvalidRequest.of("state", request.state, "must be open (0), cordoned or draining")
         was = self._state.cordon_of(request.instance_id)
-        event = domain.Cordon(request.instance_id, mapping.CORDONS[request.state], request.reason)
+        event = domain.Cordon(instance_of(request.instance_id), mapping.CORDONS[request.state], request.reason)
         if error := self._state.cordon_refusal(event):
             raise error
-        await self._leadership.cordon(event, was)
+        await self._leadership.cordon(event, was, self._state.places(event.instance_id) or [event.instance_id])
         return pb.CordonResponse(was=mapping.CORDONS_OUT[was])
 
     async def PauseModel(self, request: pb.PauseModelRequest, context: Any) -> pb.PauseModelResponse:  # noqa: N802

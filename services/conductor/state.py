@@ -110,7 +110,7 @@ class ConductorState:
     def idle(self, now: float) -> dict[str, bool]:
         """Returns, of each instance that is cordoned or drains, whether no request is there or on its way to it."""
         closed = [name for state in (CordonState.CORDONED, CordonState.DRAINING) for name in self._cordons.named(state)]
-        known = [i for name in closed if (i := self._fleet.named(name)) is not None]
+        known = [i for name in closed for i in self._fleet.places(name)]
         return {view.ref.instance_id: not (view.pending or view.load.requests) for view in self.views(now, known)}
 
     @property
@@ -170,6 +170,7 @@ class ConductorState:
             breaker=self._breakers.why_not(i.ref.life, now),
             tbt_s=i.decode.predict(i.batch.requests, i.batch.context_tokens) if i.batch.requests else 0.0,
             node_id=i.node_id,
+            axes=i.axes,
         )
 
     def readiness(self, now: float) -> tuple[Mapping[tuple[Role, bool], int], float]:
@@ -219,7 +220,11 @@ class ConductorState:
 
     def cordon_refusal(self, event: Cordon) -> KvmeshError | None:
         """Returns why an operator's cordon would be refused, or None."""
-        return self._cordons.refusal(event, known=self._fleet.named(event.instance_id) is not None)
+        return self._cordons.refusal(event, known=bool(self._fleet.places(event.instance_id)))
+
+    def places(self, instance_id: str) -> list[str]:
+        """Returns the names of all places of the instance that has this name, or has a place of this name."""
+        return [i.ref.instance_id for i in self._fleet.places(instance_id)]
 
     def loads(self, among: Iterable[Instance], now: float) -> dict[str, Loads]:
         """Returns the loads of these instances by model, as admission sees them."""
@@ -356,7 +361,8 @@ class ConductorState:
         if not event.kept and (error := self.cordon_refusal(event)):
             return [Refuse(error)]
         self._cordons.put(event)
-        self._columns.touch(event.instance_id)
+        for name in self.places(event.instance_id):
+            self._columns.touch(name)
         return []
 
     def _survey(self, now: float, passed_s: float) -> None:
@@ -380,8 +386,7 @@ class ConductorState:
         def may(i: Instance) -> bool:
             return self._is_known(i) and not self.why_not(i, now)
 
-        drained = (self._fleet.named(name) for name in self._cordons.named(CordonState.DRAINING))
-        leaving = [i for i in drained if i is not None]
+        leaving = [i for name in self._cordons.named(CordonState.DRAINING) for i in self._fleet.places(name)]
         moment = ReplicationContext(
             now, passed_s, lambda: self.instances, may, leaving, self._index, self._members.member
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import TierUse
-from kvmesh.services.conductor.domain import CordonState, Load, ModelCard, Ref, Role
+from kvmesh.services.conductor.domain import CordonState, InstanceAxes, Load, ModelCard, Ref, Role
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class InstanceView:
     breaker: str = ""  # why it rests
     tbt_s: float = 0.0  # predicted, of its batch now
     node_id: str = ""
+    axes: InstanceAxes = InstanceAxes()  # noqa: RUF009 - it is immutable
 
     @property
     def model(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kvmesh.clock import Tick
 from kvmesh.errors import InternalError
-from kvmesh.instance.front import Front
+from kvmesh.instance.front import Front, fronts_of, start_groups
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -40,66 +40,69 @@ async def run(config: CoupledConfig, stop: asyncio.Event, started: Callable[[dic
     instance = CoupledInstance(config)
     for half in ("prefill", "decode"):
         names.activate(half)
-    async with observed("coupled", instance.front.instance_id, config) as metrics:
+    async with observed("coupled", instance.fronts[0].instance_id, config) as metrics:
         await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
 
 
 class CoupledInstance:
-    """One instance in this process."""
+    """Runs one instance in this process. Each data-parallel group of its ranks is a member of the mesh by itself, with
+    requests, pages and a store of its own; they begin and end together."""
 
     def __init__(self, config: CoupledConfig) -> None:
         config.check()
         self.config = config
         config.limits()  # what is wrong is told before anything starts
-        self.front = Front(config, ROLES[config.role], self._on_message, self._on_rank_lost)
-        self._halves: CoupledShell | None = None
+        self.fronts = fronts_of(config, ROLES[config.role], self._said, self._on_rank_lost)
+        self._places: list[CoupledShell] = []
         self._lost = asyncio.Event()
         self._causes: list[str] = []
 
     async def run(self, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
         """Start ranks, serve, end in order."""
-        front = self.front
+        first, places = self.fronts[0], self._places
         try:
-            await front.start_ranks(stop)
-            config = front.settled(self.config)
-            shape = shape_of(front, config.landing == "host")
-            brain = prefill.brain_config(front, config)
-            store = front.new_grouped_store() if front.cache_groups else front.new_store()
-            coupling = Coupling(brain, config.limits(), shape, store, config.mixed_chunk_tokens)
-            halves = self._halves = CoupledShell(front, coupling, config)
+            await start_groups(self.fronts, stop)
             try:
-                await front.serve(
-                    halves.add_to,
-                    halves.report,
-                    config.max_running,
-                    local_prefill_tokens=config.local_prefill_tokens,
-                    prefill_chunk_tokens=min(config.mixed_chunk_tokens, config.prefill_chunk_tokens),
-                    switchable=True,
-                    prefill_size_weight=config.size_weight,
-                )
-                front.switch = halves.become
+                for front in self.fronts:
+                    places.append(_shell(front, self.config))
+                for front, halves in zip(self.fronts, places, strict=True):
+                    await halves.serve()
+                    front.switch = halves.become
                 names.PREFILL_READY.set(1)
-                started({"address": front.address, "instance_id": front.instance_id})
-                await prefill.watch(front, halves.runner, stop, self._lost)
-                front.switch = None
-                await halves.wind_down(self._causes)
+                started({"address": first.address, "instance_id": first.instance_id})
+                await prefill.watch([(halves.front, halves.runner) for halves in places], stop, self._lost)
+                for front in self.fronts:
+                    front.switch = None
+                names.PREFILL_READY.set(0)
+                await asyncio.gather(*(halves.wind_down(self._causes) for halves in places))
             finally:
-                await halves.close()
+                await asyncio.gather(*(halves.close() for halves in places))
         finally:
-            await front.close()
+            await asyncio.gather(*(front.close() for front in self.fronts))
         if self._causes:
-            raise InternalError(f"instance {front.instance_id} lost a rank: {self._causes[0]}")
+            raise InternalError(f"instance {first.instance_id} lost a rank: {self._causes[0]}")
 
-    def _on_message(self, rank: int, message: m.ToFront) -> None:
-        if self._halves is not None:
-            self._halves.rank_said(rank, message)
+    def _said(self, place: int) -> Callable[[int, m.ToFront], None]:
+        def said(rank: int, message: m.ToFront) -> None:
+            if place < len(self._places):
+                self._places[place].rank_said(rank, message)
+
+        return said
 
     def _on_rank_lost(self, cause: str) -> None:
         self._causes.append(cause)
         self._lost.set()
         log.error("%s", cause)
-        if self._halves is not None:
-            self._halves.runner.feed(ev.RankLost(0, cause))
+        for halves in self._places:
+            halves.runner.feed(ev.RankLost(0, cause))
+
+
+def _shell(front: Front, configured: CoupledConfig) -> CoupledShell:
+    config = front.settled(configured)
+    shape = shape_of(front, config.landing == "host")
+    brain = prefill.brain_config(front, config)
+    store = front.new_grouped_store() if front.cache_groups else front.new_store()
+    return CoupledShell(front, Coupling(brain, config.limits(), shape, store, config.mixed_chunk_tokens), config)
 
 
 class CoupledShell:
@@ -124,6 +127,19 @@ class CoupledShell:
     def _weights_changed(self) -> None:
         self.core.weights_changed()
         prefill.follow_weights(self.front, self.runner)
+
+    async def serve(self) -> None:
+        """Serves with the front; raises as `Front.serve` does."""
+        config = self.config
+        await self.front.serve(
+            self.add_to,
+            self.report,
+            config.max_running,
+            local_prefill_tokens=config.local_prefill_tokens,
+            prefill_chunk_tokens=min(config.mixed_chunk_tokens, config.prefill_chunk_tokens),
+            switchable=True,
+            prefill_size_weight=config.size_weight,
+        )
 
     def add_to(self, server: Server) -> None:
         """Prefill and Decode on `server`."""
@@ -197,7 +213,6 @@ class CoupledShell:
 
     async def wind_down(self, lost: list[str]) -> None:
         """Refuse what waits, let what runs finish for a while, tell those who wait for us."""
-        names.PREFILL_READY.set(0)
         self.runner.feed(ev.Stop())
         grace_s = self.config.stop_grace_ms / 1000
         await decode.wind_down(self.front, self.core, self._decode_servicer, grace_s, lost)

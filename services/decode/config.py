@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
+from kvmesh.ranks.speculation import NO_DRAFTS, SPECULATE, check_speculation
 from kvmesh.services.decode.limits import Limits
 
 _MS = {"min": 1}
@@ -73,6 +74,19 @@ class DecodeConfig(InstanceConfig):
             **_COUNT,
         },
     )
+    speculate: str = field(
+        default=NO_DRAFTS,
+        metadata={
+            "help": "Guess tokens and verify several in one step (docs/howto/speculate.md): ngram copies from a "
+            "request's own text, suffix from answers to the same prompt, too; mtp asks the model's MTP head, mtp+ngram "
+            "takes the better guess of both; off: one token a step.",
+            "choices": SPECULATE,
+        },
+    )
+    max_draft_tokens: int = field(
+        default=7,
+        metadata={"help": "Tokens that are guessed for one request in one step at most.", "min": 1, "max": 7},
+    )
     connect_ms: int = field(
         default=5_000, metadata={"help": "Longest wait for a prefill instance to answer hello.", **_MS}
     )
@@ -89,6 +103,8 @@ class DecodeConfig(InstanceConfig):
                 raise _bad(f.name, value, f"at most {meta['max']}")
             if "choices" in meta and value not in meta["choices"]:
                 raise _bad(f.name, value, f"one of {', '.join(map(str, meta['choices']))}")
+        if self.speculate != NO_DRAFTS:
+            check_speculation(self.speculate, self.axes)
         if self.lease_margin_ms >= self.lease_ms:
             raise _bad("lease_margin_ms", self.lease_margin_ms, f"below lease_ms={self.lease_ms}")
         return Limits(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Limits)})

@@ -20,6 +20,7 @@ from kvmesh.instance.front import Front
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
+from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.rpc import protocol
 from kvmesh.rpc.brain_shell import BrainShell
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
@@ -29,7 +30,7 @@ from kvmesh.services.decode import mapping
 from kvmesh.services.decode.events import Phase
 from kvmesh.services.decode.handoffs import Handoffs
 from kvmesh.services.decode.limits import NS_PER_MS, GroupRoom, RankShape, Shape
-from kvmesh.services.decode.observe import Observer, RequestTrace, SummedGauges, begin_request
+from kvmesh.services.decode.observe import Observer, RequestTrace, begin_request
 from kvmesh.services.decode.requests import ServingInstance, check_start
 from kvmesh.services.decode.state import DecodeState
 from kvmesh.telemetry import names, spans
@@ -45,8 +46,7 @@ POLL_S = 0.02
 class DecodeCore:
     """Joins the parts of one decode instance: the brain, its ranks, its streams, its timer. `blocks` serves the node
     store that `state` has; its maker must pass the result of every pull to `pulled`. `own` takes messages for the
-    prefill half of this instance, where it has one; the coupled service sets it. `gauges` are those of all cores
-    of this process."""
+    prefill half of this instance, where it has one; the coupled service sets it."""
 
     def __init__(
         self,
@@ -55,7 +55,6 @@ class DecodeCore:
         blocks: BlockService,
         *,
         connect_s: float,
-        gauges: SummedGauges | None = None,
     ) -> None:
         self.front = front
         self.state = state
@@ -68,7 +67,7 @@ class DecodeCore:
         self.state.pulls.lower = self.blocks.lower
         self.state.refuses = self.blocks.removals.refuses
         self.blocks.removals.listeners.append(self.feed)
-        self.observer = Observer(self.state, front.instance_id, gauges)
+        self.observer = Observer(self.state, front.instance_id, front.gauges)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
         self.wake: dict[int, asyncio.Event] = {}  # by session; set when the session's outbox has something
         self._publisher = asyncio.create_task(self._publish(), name="publish gauges")
@@ -87,6 +86,7 @@ class DecodeCore:
                 vocab_size=card.vocab_size,
                 eos_token_ids=tuple(card.eos_token_ids),
                 context_limit=shape.context_limit,
+                drafts=getattr(self.front.config, "speculate", NO_DRAFTS) != NO_DRAFTS,
             )
         return self._instance
 

@@ -67,7 +67,8 @@ class Spec:
     block_keys: tuple[bytes, ...] = ()  # of the prompt's full blocks
     chain_digest: bytes = b""  # 32 bytes that the answer's first key is chained from; empty: its blocks are not sealed
     tail: bytes = b""  # the prompt's tokens after its last full block, packed
-    said: bytes = b""  # the whole prompt, packed, where a penalty or a grammar needs it; else empty
+    said: bytes = b""  # the whole prompt, packed, where a penalty, a grammar or drafts need it; else empty
+    drafts: bool = False  # whether drafts are made of its answer
     pulls: tuple[PullRange, ...] = ()  # blocks that decode is to fetch, and where they lie: hints
     load_until: int | None = None  # from this block on nothing is read from this node's lower tiers: a push is faster
     tbt_slo_ns: int = 0  # the request is refused where steps would be longer than this; 0: it has no such limit

@@ -623,6 +623,7 @@ class Handoff:
             stop_token_ids=spec.stop_token_ids,
             sampling=spec.sampling,
             history=self._history(),
+            said=self._said(),
         )
         out.extend(self._to_all(join))
         out.append(e.SealFull())
@@ -635,6 +636,14 @@ class Handoff:
         if self.answer is None:
             return None
         return history_of(self.spec.sampling, block_keys.unpack_tokens(self.spec.said), self.answer)
+
+    def _said(self) -> m.TokenHistory | None:
+        """Returns what drafts are made from. What an earlier attempt has answered is of the answer."""
+        if not self.spec.drafts or self.answer is None:
+            return None
+        asked = len(self.spec.said) - block_keys.TOKEN_BYTES * self.spec.sampling.answered
+        answer = self.spec.said[asked:] + block_keys.pack_tokens(self.answer)
+        return m.TokenHistory(self.spec.said[:asked], answer)
 
     def _grow(self, event: e.Grow, now: int, out: list[e.Action]) -> None:
         assert self.running, self.phase

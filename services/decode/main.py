@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvmesh.errors import InternalError, Unavailable
-from kvmesh.instance.front import Front, at_place, start_groups
+from kvmesh.instance.front import Front, fronts_of, start_groups
 from kvmesh.ranks.protocol import ToFront
 from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc
 from kvmesh.rpc.runner import observed
@@ -17,7 +17,6 @@ from kvmesh.services.decode import inputs as i
 from kvmesh.services.decode.config import DecodeConfig
 from kvmesh.services.decode.core import DecodeCore, shape_of
 from kvmesh.services.decode.limits import Limits
-from kvmesh.services.decode.observe import SummedGauges
 from kvmesh.services.decode.servicer import DecodeServicer
 from kvmesh.services.decode.state import DecodeState
 
@@ -43,20 +42,16 @@ async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict
 
     # Each data-parallel group of ranks is a member of the mesh by itself: it has pages and a store of its own, and the
     # conductor balances them. They begin and end together.
-    fronts = [
-        Front(at_place(config, place), common_pb2.ROLE_DECODE, said(place), on_rank_lost, place)
-        for place in range(config.axes.dp)
-    ]
+    fronts = fronts_of(config, common_pb2.ROLE_DECODE, said, on_rank_lost)
     cores: list[DecodeCore] = []
     name = fronts[0].instance_id
     async with observed("decode", name, config) as metrics:
         try:
             await start_groups(fronts, stop)
-            sums = SummedGauges()
             try:
                 for front in fronts:
                     settled = front.settled(config)
-                    cores.append(_make_core(front, settled, settled.limits(), sums))
+                    cores.append(_make_core(front, settled, settled.limits()))
                 servicers = [DecodeServicer(core) for core in cores]
                 for front, core, servicer in zip(fronts, cores, servicers, strict=True):
                     most = front.settled(config).max_running
@@ -79,11 +74,11 @@ def _add_to(servicer: DecodeServicer, server: Server) -> None:
     add(server, servicer)
 
 
-def _make_core(front: Front, config: DecodeConfig, limits: Limits, gauges: SummedGauges) -> DecodeCore:
+def _make_core(front: Front, config: DecodeConfig, limits: Limits) -> DecodeCore:
     store = front.new_grouped_store() if front.cache_groups else front.new_store()
     state = DecodeState(limits, shape_of(front, config.landing == "host"), store)
     blocks = front.attach(store, lambda result: core.pulled(result))
-    core = DecodeCore(front, state, blocks, connect_s=config.connect_ms / 1000, gauges=gauges)
+    core = DecodeCore(front, state, blocks, connect_s=config.connect_ms / 1000)
     front.can_pause(core, on_weights=core.weights_changed)
     return core
 

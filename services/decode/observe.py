@@ -27,6 +27,7 @@ from kvmesh.services.decode.events import Phase, Reason
 from kvmesh.services.decode.handoff import Handoff
 from kvmesh.services.decode.state import DecodeState
 from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.summed_gauges import SummedGauges
 
 # The conductor is told how each request went: what it measured, and which instance is to blame for a failure. Pure.
 #
@@ -131,18 +132,6 @@ def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
     spans.finish(span, end_ns=times.ended, error=error)
 
 
-class SummedGauges:
-    """Sets gauges to the sum over the observers of one process, of which each tells its own values."""
-
-    def __init__(self) -> None:
-        self._values: dict[Observer, dict[Gauge, float]] = {}
-
-    def set(self, source: Observer, values: dict[Gauge, float]) -> None:
-        self._values[source] = values
-        for gauge in values:
-            gauge.set(sum(own.get(gauge, 0) for own in self._values.values()))
-
-
 class Observer:
     """Keeps the counts and times of one decode instance, for metrics and heartbeats. `gauges` are those of all that
     run in this process."""
@@ -177,8 +166,12 @@ class Observer:
         names.DECODE_STEP.observe((step.end_ns - step.start_ns) * NS)
         names.DECODE_BATCH.observe(step.batch)
         names.DECODE_OUTPUT_TOKENS.inc(len(step.tokens))
+        for drafter, drafted, kept in step.drafts:
+            names.DECODE_DRAFT_TOKENS.labels(drafter=drafter).inc(drafted)
+            names.DECODE_ACCEPTED_DRAFT_TOKENS.labels(drafter=drafter).inc(kept)
         if before := step.since_ns or self._last_end:
-            names.DECODE_TBT.observe((step.end_ns - before) * NS)
+            a_row = max(1.0, len(step.tokens) / step.batch) if step.drafts else 1.0
+            names.DECODE_TBT.observe((step.end_ns - before) * NS / a_row)
         # If an answer goes on, the time until the next step's end is a time between tokens.
         self._last_end = step.end_ns if any(not t.finish for t in step.tokens) else 0
 

@@ -32,6 +32,7 @@ class ServingInstance:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     context_limit: int
+    drafts: bool = False  # whether it verifies drafts
 
 
 def check_start(start: decode_pb2.StartRequest, instance: ServingInstance, now: int, carry: Any) -> Spec:
@@ -71,7 +72,8 @@ def check_start(start: decode_pb2.StartRequest, instance: ServingInstance, now: 
         min_tokens=0 if sampling.grammar else sampling.min_tokens,  # a grammar alone says when its answer may end
         stop_token_ids=tuple(sorted(stops)),
         sampling=told,
-        said=start.token_ids if needs_history(told) else b"",
+        said=start.token_ids if needs_history(told) or instance.drafts else b"",
+        drafts=instance.drafts,
         priority=start.priority,
         credit_tokens=start.credit_tokens,
         block_keys=tuple(keys.split(start.block_keys)),

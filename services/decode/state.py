@@ -278,7 +278,10 @@ class DecodeState:
             if token.finish:
                 self._run(h, e.Ended(e.Reason(token.finish), token.handle in step.held), now)
         if not step.prefill_tokens:  # a step that computed prompts beside its rows tells nothing of rows
-            sample = (step.batch, step.context_tokens, step.end_ns - (step.since_ns or step.start_ns))
+            took_ns = step.end_ns - (step.since_ns or step.start_ns)
+            if step.drafts and step.tokens:  # several tokens of a row: what one of them takes in the mean
+                took_ns = took_ns * step.batch // max(len(step.tokens), step.batch)
+            sample = (step.batch, step.context_tokens, took_ns)
             self.steps.append(sample)
             self.scheduler.step_times.add(*sample)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvmesh.errors import ContextTooLong, InvalidRequest, KvmeshError
 from kvmesh.kvcache.cache_groups import CacheGroup
@@ -27,6 +27,7 @@ class BrainConfig:
     pull_timeout_ms: int = 2_000
     push_at_end: bool = False
     groups: tuple[CacheGroup, ...] = ()  # (): the model has one that keeps all
+    stages: Mapping[int, int] = field(default_factory=dict)  # of the ranks that speak for one; none: there is one stage
 
 
 def refusal(start: ev.Start, config: BrainConfig, num_pages: int) -> KvmeshError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.chunk_pipeline import ChunkCost
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.kvcache.cache_groups import CacheGroup, snapshot_grid
@@ -94,21 +95,26 @@ class PrefillConfig(InstanceConfig):
         world: int,
         layouts: tuple[ShardLayout, ...] = (),
         groups: tuple[CacheGroup, ...] = (),
+        chunk_cost: ChunkCost | None = None,
     ) -> BrainConfig:
         """Returns the settings that the brain decides by, of a configuration whose sizes of steps are chosen
-        (`Front.settled`). `groups` are the model's cache groups, where its ranks keep them apart."""
-        chunk = max(self.prefill_chunk_tokens, self.block_tokens)
+        (`Front.settled`). `groups` are the model's cache groups, where its ranks keep them apart; `chunk_cost` is what
+        chunks cost by the model's sizes, which a pipeline cuts prompts by."""
+        chunk, axes = max(self.prefill_chunk_tokens, self.block_tokens), self.axes
         plan = PlanConfig(
             block_tokens=self.block_tokens,
             prefill_chunk_tokens=chunk,
             max_batch_tokens=max(self.max_batch_tokens, chunk),
             long_prompt_tokens=self.long_prompt_tokens,
-            pipeline_depth=self.pipeline_depth + self.axes.pp - 1,
+            pipeline_depth=self.pipeline_depth + axes.pp - 1,
             priority_step_ns=self.priority_step_ms * 1_000_000,
             size_weight=self.size_weight,
             fair=self.tenant_fairness,
             grid=snapshot_grid(groups, self.block_tokens),
+            chunk_cost=chunk_cost if axes.pp > 1 else None,
+            stages=axes.pp,
         )
+        speakers = range(0, axes.replica, axes.cp * axes.tp) if axes.pp > 1 else range(0)
         return BrainConfig(
             plan=plan,
             max_context_tokens=max_context_tokens,
@@ -119,6 +125,7 @@ class PrefillConfig(InstanceConfig):
             pull_timeout_ms=self.pull_timeout_ms,
             push_at_end=self.push == "end",
             groups=groups,
+            stages={rank: axes.place(rank).pp for rank in speakers},
         )
 
 

@@ -17,6 +17,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill.compute_progress import ComputeProgress
+from kvmesh.services.prefill.pipeline_times import PromptTimes
 from kvmesh.transfer import Carried
 
 # ── what happened ─────────────────────────────────────────────────────────────────────────────────
@@ -282,6 +283,7 @@ class HandoffEnded:
         default_factory=ComputeProgress
     )  # all that was computed from its first step to its last one
     wire_ns: int = 0  # how long bytes were on their way, at the slowest rank
+    times: PromptTimes = field(default_factory=PromptTimes)
 
 
 Action = (

@@ -11,6 +11,7 @@ from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.ranks import protocol as m
 from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.services.prefill.events import Found, HandoffEnded, Landing, PrefillOutcome, Start
+from kvmesh.services.prefill.pipeline_times import PromptTimes
 from kvmesh.services.prefill.prompt_pages import PromptPages
 from kvmesh.transfer import Carried
 
@@ -110,6 +111,7 @@ class PrefillHandoff:
     meanwhile: ComputeProgress = field(
         default_factory=ComputeProgress
     )  # by the instance, from its first step to its last one
+    times: PromptTimes = field(default_factory=PromptTimes)  # of its chunks at the stages of a pipeline
     first_post_ns: int = 0
     last_ack_ns: int = 0
     wire_ns: int = 0  # how long bytes of it were on their way, at the slowest rank
@@ -189,4 +191,5 @@ class PrefillHandoff:
             carried=self.carried,
             adopt=self.start.adopt,
             meanwhile=self.meanwhile,
+            times=self.times,
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvmesh.blockservice.blocks import BlockService
+from kvmesh.chunk_pipeline import ChunkCost
 from kvmesh.errors import InternalError
-from kvmesh.instance.front import Front
+from kvmesh.instance.front import Front, fronts_of, start_groups
 from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
@@ -39,76 +41,93 @@ async def run(config: PrefillConfig, stop: asyncio.Event, started: Callable[[dic
     Raises ConfigError or CheckpointError at start, InternalError when a rank process ends.
     """
     instance = PrefillInstance(config)
-    async with observed("prefill", instance.front.instance_id, config) as metrics:
+    async with observed("prefill", instance.fronts[0].instance_id, config) as metrics:
         await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
 
 
 class PrefillInstance:
-    """Runs one prefill instance in this process."""
+    """Runs one prefill instance in this process. Each data-parallel group of its ranks is a member of the mesh by
+    itself, with prompts, pages and a store of its own; they begin and end together."""
 
     def __init__(self, config: PrefillConfig) -> None:
         config.check()
         self.config = config
-        self.front = Front(config, pb_common.ROLE_PREFILL, self._on_message, self._on_rank_lost)
-        self._runner: PrefillRunner | None = None
+        self.fronts = fronts_of(config, pb_common.ROLE_PREFILL, self._said, self._on_rank_lost)
+        self._places: list[tuple[Front, PrefillRunner]] = []
         self._lost = asyncio.Event()
         self._cause = ""
 
     async def run(self, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
         """Starts the ranks, serves until `stop` is set, and ends in order. Raises InternalError when a rank process
         ends."""
-        front = self.front
+        first = self.fronts[0]
+        servicers: list[PrefillServicer] = []
         try:
-            await front.start_ranks(stop)
-            runner = self._runner = self._build()
-            servicer = PrefillServicer(runner, lambda: front.ref, writers(front))
+            await start_groups(self.fronts, stop)
             try:
-                await front.serve(
-                    lambda server: add(server, servicer),
-                    runner.reporter.beat,
-                    prefill_size_weight=self.config.size_weight,
-                    prefill_tenant_fairness=self.config.tenant_fairness,
-                )
+                for front in self.fronts:
+                    runner = self._build(front)
+                    servicers.append(PrefillServicer(runner, partial(_ref, front), writers(front)))
+                    self._places.append((front, runner))
+                for (front, runner), servicer in zip(self._places, servicers, strict=True):
+                    await front.serve(
+                        partial(_add_to, servicer),
+                        runner.reporter.beat,
+                        prefill_size_weight=self.config.size_weight,
+                        prefill_tenant_fairness=self.config.tenant_fairness,
+                    )
                 names.PREFILL_READY.set(1)
-                started({"address": front.address, "instance_id": front.instance_id})
-                await watch(self.front, runner, stop, self._lost)
-                await self._wind_down(runner)
+                started({"address": first.address, "instance_id": first.instance_id})
+                await watch(self._places, stop, self._lost)
+                names.PREFILL_READY.set(0)
+                await asyncio.gather(*(self._wind_down(*place) for place in self._places))
             finally:
-                servicer.close()
-                runner.close()
+                for servicer in servicers:
+                    servicer.close()
+                for _, runner in self._places:
+                    runner.close()
         finally:
-            await front.close()
+            await asyncio.gather(*(front.close() for front in self.fronts))
         if self._cause:
             raise InternalError(self._cause)
 
-    def _build(self) -> PrefillRunner:
-        front = self.front
+    def _build(self, front: Front) -> PrefillRunner:
         store = front.new_grouped_store() if front.cache_groups else front.new_store()
-        runner = make_runner(self.front, make_state(self.front, self.config, store))
+        runner = make_runner(front, make_state(front, self.config, store))
         front.can_pause(runner, on_weights=lambda: follow_weights(front, runner))
-        connect(runner, self.front.attach(store, runner.pulled))
+        connect(runner, front.attach(store, runner.pulled))
         return runner
 
-    async def _wind_down(self, runner: PrefillRunner) -> None:
+    async def _wind_down(self, front: Front, runner: PrefillRunner) -> None:
         """Refuses what waits and lets what runs finish within the grace period."""
-        names.PREFILL_READY.set(0)
         runner.feed(ev.Stop())
-        leaving = asyncio.ensure_future(self.front.depart())
+        leaving = asyncio.ensure_future(front.depart())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.stop_grace_ms / 1000):
                 await runner.idle.wait()
         await leaving
 
-    def _on_message(self, rank: int, message: m.ToFront) -> None:
-        if self._runner is not None:
-            self._runner.rank_said(rank, message)
+    def _said(self, place: int) -> Callable[[int, m.ToFront], None]:
+        def said(rank: int, message: m.ToFront) -> None:
+            if place < len(self._places):
+                self._places[place][1].rank_said(rank, message)
+
+        return said
 
     def _on_rank_lost(self, cause: str) -> None:
         self._cause = cause
         self._lost.set()
         log.error("%s", cause)
-        if self._runner is not None:
-            self._runner.feed(ev.RankLost(0, cause))
+        for _, runner in self._places:
+            runner.feed(ev.RankLost(0, cause))
+
+
+def _ref(front: Front) -> pb_common.InstanceRef:
+    return front.ref
+
+
+def _add_to(servicer: PrefillServicer, server: Server) -> None:
+    add(server, servicer)
 
 
 def make_state(front: Front, config: PrefillConfig, store: NodeStore | GroupedStore) -> PrefillState:
@@ -122,19 +141,21 @@ def make_state(front: Front, config: PrefillConfig, store: NodeStore | GroupedSt
 
 def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
     """Returns the brain's configuration: what is configured, within what the ranks can take."""
-    vocab_size = front.ranks[0].ready.vocab_size
+    ready = front.ranks[0].ready
+    cost = ChunkCost(ready.token_products, ready.pair_products) if ready.token_products else None
     return front.settled(config).brain(
         max_context_tokens=front.max_context_tokens,
-        vocab_size=vocab_size,
+        vocab_size=ready.vocab_size,
         world=len(front.ranks),
         layouts=front.group_shards or front.shards,
         groups=front.cache_groups,
+        chunk_cost=cost,
     )
 
 
 def make_runner(front: Front, state: PrefillState) -> PrefillRunner:
     """Returns the brain's shell; `connect` completes it."""
-    reporter = Reporter(state, front.instance_id)
+    reporter = Reporter(state, front.instance_id, front.gauges)
     return PrefillRunner(state, front.ranks, front.segments, reporter, front.weights, front.urge)
 
 
@@ -163,25 +184,28 @@ def add(server: Server, servicer: PrefillServicer) -> None:
     server.serves(SERVICE)
 
 
-async def watch(front: Front, runner: PrefillRunner, *over: asyncio.Event) -> None:
-    """Waits until one of `over` is set; tells the brain when ranks fall silent and when they answer again."""
-    ready, looks = True, 0
+async def watch(places: Sequence[tuple[Front, PrefillRunner]], *over: asyncio.Event) -> None:
+    """Waits until one of `over` is set; tells each place's brain when its ranks fall silent and when they answer
+    again."""
+    ready, looks = [True] * len(places), [0] * len(places)
     waits = [asyncio.ensure_future(event.wait()) for event in over]
     try:
         while True:
             await asyncio.wait(waits, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
             if any(wait.done() for wait in waits):
                 return
-            # A change counts when it is seen twice: after a pause of this process the ranks' answers are still unread.
-            looks = looks + 1 if (not front.unhealthy_reason) != ready else 0
-            if looks < 2:
-                continue
-            ready, looks = not ready, 0
-            names.PREFILL_READY.set(ready)
-            cause = front.unhealthy_reason
-            log.warning("ready again" if ready else f"not ready: {cause}")
-            runner.feed(ev.RanksBack() if ready else ev.RanksSilent(cause))
-            front.urge()
+            for at, (front, runner) in enumerate(places):
+                # A change counts when it is seen twice: after a pause of this process the ranks' answers are still
+                # unread.
+                looks[at] = looks[at] + 1 if (not front.unhealthy_reason) != ready[at] else 0
+                if looks[at] < 2:
+                    continue
+                ready[at], looks[at] = not ready[at], 0
+                names.PREFILL_READY.set(all(ready))
+                cause = front.unhealthy_reason
+                log.warning("ready again" if ready[at] else f"not ready: {cause}")
+                runner.feed(ev.RanksBack() if ready[at] else ev.RanksSilent(cause))
+                front.urge()
     finally:
         for wait in waits:
             wait.cancel()

@@ -17,7 +17,9 @@
   both kinds are waiting, steps alternate between them: neither starves the other. With several tenants the kind is
   that of whoever goes first.
 - With a `chunk_cost` the chunks of a long prompt take equal compute, not equal tokens: those that follow one another
-  through the stages of a pipeline wait for the slowest (kvmesh.chunk_pipeline).
+  through the stages of a pipeline wait for the slowest (kvmesh.chunk_pipeline). Where that cost is known in seconds,
+  fixed cost of a chunk included, and there are several `stages`, there are as many chunks as fill and empty the
+  pipeline soonest.
 - A request that does not get its pages blocks everybody behind it in the queue: none overtakes it on memory.
 - A request whose next block is being computed or loaded for somebody else is passed over until that block is in the
   cache, and one whose next block is being pulled from another node until it is here, for a bounded time.
@@ -31,7 +33,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvmesh.chunk_pipeline import ChunkCost, bounded_borders
+from kvmesh.chunk_pipeline import ChunkCost, best_chunks, bounded_borders, equal_compute_borders
 from kvmesh.services.prefill.tenant_shares import TenantShares
 from kvmesh.work_class import work_class
 
@@ -55,6 +57,7 @@ class PlanConfig:
     grid: int = 0  # no chunk goes beyond a multiple of so many tokens (`cache_groups.snapshot_grid`); 0: no bound
     fair: bool = True  # between tenants; else all prompts are of one
     chunk_cost: ChunkCost | None = None  # what chunks of a long prompt are to have equal; None: tokens
+    stages: int = 1  # of the pipeline
 
 
 def chunk_end(start: int, total: int, block_tokens: int, limit: int, grid: int = 0) -> int:
@@ -224,6 +227,7 @@ class Planner:
 
     def __init__(self, config: PlanConfig) -> None:
         self.config = config
+        self.chunk_cost = config.chunk_cost  # measured times may replace it
         self.shares = TenantShares()
         self.waiting = WaitingPrompts(config.priority_step_ns, config.size_weight, self.shares)
         self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
@@ -353,10 +357,16 @@ class Planner:
 
     def _borders(self, start: int, total: int, long: bool) -> tuple[int, ...]:
         """Returns where chunks of equal compute end; none: only the limits of a step cut the prompt."""
-        cost, block, most = self.config.chunk_cost, self.config.block_tokens, self.config.prefill_chunk_tokens
-        if cost is None or not long or total - start <= most:
+        cost, block, most = self.chunk_cost, self.config.block_tokens, self.config.prefill_chunk_tokens
+        if cost is None or not long:
             return ()
         most = max(block, most - most % block)
+        if cost.step and self.config.stages > 1:
+            chunks = best_chunks(cost.work(start, total), self.config.stages, cost.step)
+            first = equal_compute_borders(total, chunks, cost, cached=start, block=block)[0]
+            most = min(most, -(-(first - start) // block) * block)
+        if total - start <= most:
+            return ()
         return tuple(bounded_borders(total, most, cost, cached=start, block=block, least=most // LEAST_SHARE))
 
     def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Span
+from prometheus_client import Gauge
 
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
@@ -13,8 +15,10 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.handoff import PrefillPhase
+from kvmesh.services.prefill.pipeline_times import PromptTimes
 from kvmesh.services.prefill.state import PrefillState
 from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.summed_gauges import SummedGauges
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +35,17 @@ class Origin:
 
 
 class Reporter:
-    """Turns the ends of handoffs into spans, metrics and samples. `instance_id` names this instance in spans."""
+    """Turns the ends of handoffs into spans, metrics and samples. `instance_id` names this instance in spans; `gauges`
+    are those of all that run in this process."""
 
-    def __init__(self, state: PrefillState, instance_id: str) -> None:
+    def __init__(self, state: PrefillState, instance_id: str, gauges: SummedGauges | None = None) -> None:
         self.instance_id = instance_id
+        self._gauges = gauges or SummedGauges()
         self._state = state
         self._beat = pb_conductor.HeartbeatRequest()
         self._counted = pb_conductor.Load()  # counters since the start of the instance
         self._pulls: dict[int, Span] = {}  # by ticket, under way
+        self._told_ns: dict[tuple[int, str], int] = {}  # what metrics say already of stages, busy and idle
 
     def began(self, request_id: str, attempt: int, traceparent: str, now: int) -> Origin:
         """Begins the span of a request; `ended` or `refused` ends it."""
@@ -121,15 +128,19 @@ class Reporter:
         beat.load.free_extents = store.free
         beat.load.store_blocks = store.stats.sealed
         beat.load.store_capacity = store.total
-        names.PREFILL_QUEUED.set(load.queued_requests)
-        names.PREFILL_QUEUED_TOKENS.set(load.queued_tokens)
-        names.PREFILL_RUNNING.set(load.running_requests)
+        values: dict[Gauge, float] = {
+            names.PREFILL_QUEUED: load.queued_requests,
+            names.PREFILL_QUEUED_TOKENS: load.queued_tokens,
+            names.PREFILL_RUNNING: load.running_requests,
+        }
         for group, pool, cached in self._state.page_pools():
             for state, count in {"total": pool.total, "free": pool.free, "cached": cached}.items():
-                names.PREFILL_PAGES.labels(state=state, group=group).set(count)
+                values[names.PREFILL_PAGES.labels(state=state, group=group)] = count
+        self._count_stages()
         phases = [h.phase for h in self._state.handoffs.values()]
         for phase in PrefillPhase:
-            names.PREFILL_HANDOFFS.labels(state=phase.value.lower()).set(phases.count(phase))
+            values[names.PREFILL_HANDOFFS.labels(state=phase.value.lower())] = phases.count(phase)
+        self._gauges.set(self, values)
         return beat
 
     def pools(self, streams: int) -> pb_common.PoolCounters:
@@ -194,7 +205,9 @@ class Reporter:
             }
             spans.record(names.SPAN_LOAD, life, found.load_from_ns, found.load_until_ns, loaded)
         if end.first_step_ns:
-            spans.record(names.SPAN_COMPUTE, life, began, end.last_step_ns, prefix | computed)
+            bubble: dict[str, spans.Value] = {names.BUBBLE: round(end.times.bubble, 4)} if end.times.busy_ns else {}
+            compute = spans.record(names.SPAN_COMPUTE, life, began, end.last_step_ns, prefix | computed | bubble)
+            _record_stages(compute, end.times)
         if end.first_post_ns:
             moved = names.transfer_attributes("write", end.transfer_bytes, end.carried.rails, end.carried.resent)
             moved |= {names.CHUNKS: end.chunks}
@@ -212,10 +225,20 @@ class Reporter:
             self._count_hits(end)
             for g in end.found.short:
                 names.PREFILL_SHORT_BLOCKS.labels(group=self._state.config.groups[g].name).inc(end.found.short_blocks)
+        if end.times.busy_ns:
+            names.PREFILL_BUBBLE.observe(end.times.bubble)
         if end.outcome is ev.PrefillOutcome.DONE:
             names.PREFILL_COMPUTE.observe((end.last_step_ns - end.first_step_ns) * S)
             if not end.adopt:
                 names.PREFILL_TRANSFER.observe((end.last_ack_ns - end.first_post_ns) * S)
+
+    def _count_stages(self) -> None:
+        pipeline = self._state.pipeline
+        for state, sums in {"busy": pipeline.busy_ns, "idle": pipeline.idle_ns}.items():
+            for stage, ns in enumerate(sums):
+                told = self._told_ns.get((stage, state), 0)
+                names.PREFILL_STAGE_SECONDS.labels(stage=str(stage), state=state).inc((ns - told) * S)
+                self._told_ns[stage, state] = ns
 
     def _count_hits(self, end: ev.HandoffEnded) -> None:
         counted, found = self._counted, end.found
@@ -230,3 +253,26 @@ class Reporter:
             ("remote", found.pulled_tokens),
         ):
             names.PREFILL_HIT_TOKENS.labels(tier=tier).inc(tokens)
+
+
+def _record_stages(compute: Context, times: PromptTimes) -> None:
+    """Records the chunks of a prompt at each stage of a pipeline. Chunks that were only summed are one span."""
+    for stage, (first, last) in enumerate(zip(times.first_ns, times.last_ns, strict=True)):
+        told: dict[str, spans.Value] = {
+            names.STAGE: stage,
+            names.CHUNKS: len(times.chunks) + times.left_out,
+            names.STAGE_BUSY_MS: times.busy_ns[stage] / 1e6,
+            names.STAGE_IDLE_MS: times.idle_ns[stage] / 1e6,
+        }
+        own = spans.record(names.SPAN_STAGE, compute, first, last, told)
+        for chunk in times.chunks:
+            time = chunk.stages[stage]
+            of_chunk: dict[str, spans.Value] = {
+                names.CHUNK_START: chunk.start,
+                names.CHUNK_END: chunk.end,
+                names.STAGE_IDLE_MS: time.idle_ns / 1e6,
+            }
+            spans.record(names.SPAN_CHUNK, own, time.from_ns, time.until_ns, of_chunk)
+        if times.left_out:
+            shown_ns = times.chunks[-1].stages[stage].until_ns if times.chunks else first
+            spans.record(names.SPAN_CHUNK, own, shown_ns, last, {names.CHUNKS: times.left_out})

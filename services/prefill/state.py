@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import NotHere
+from kvmesh.chunk_pipeline import FittedChunkCost
 from kvmesh.clock import NEVER, Tick
 from kvmesh.errors import (
     BY_CODE,
@@ -46,7 +47,8 @@ from kvmesh.services.prefill.grouped_table import GroupedTable
 from kvmesh.services.prefill.handoff import PrefillHandoff, PrefillPhase
 from kvmesh.services.prefill.handoff_book import HandoffBook
 from kvmesh.services.prefill.handoff_table import HandoffTable
-from kvmesh.services.prefill.planner import Chunk, Planner, Wait
+from kvmesh.services.prefill.pipeline_times import PipelineTimes, StageTime
+from kvmesh.services.prefill.planner import NS, Chunk, Planner, Wait
 from kvmesh.services.prefill.pushes import HandoffPushes
 
 NO_RATE_RETRY_MS = 1000
@@ -77,6 +79,7 @@ class _Step:
     sampled: dict[int, m.Sampled] = field(default_factory=dict)
     scores: dict[int, m.PromptScores] = field(default_factory=dict)  # of the tokens after those of its chunks
     failed: set[tuple[int, int]] = field(default_factory=set)  # (rank, handle)
+    busy: dict[int, tuple[int, int]] = field(default_factory=dict)  # from when to when each stage computed it
     start_ns: int = 0
     end_ns: int = 0
 
@@ -101,6 +104,8 @@ class PrefillState:
         else:
             assert isinstance(pool, PagePool), "one pool"
             self._lives = HandoffTable(config, pool, store, self.planner)
+        self.pipeline = PipelineTimes(config.stages)
+        self._chunk_cost = None if config.plan.chunk_cost is None else FittedChunkCost(config.plan.chunk_cost)
         self._done = ComputeProgress()  # of the steps that every rank has answered; steps run one after another
         self._pushes = HandoffPushes(self._lives, config.world, config.layouts, at_end=config.push_at_end)
         self._block = config.plan.block_tokens
@@ -409,6 +414,9 @@ class PrefillState:
         step.scores.update(done.scores)
         step.start_ns = min(step.start_ns or done.start_ns, done.start_ns)
         step.end_ns = max(step.end_ns, done.end_ns)
+        stage = self.pipeline.stages.get(rank)
+        if stage is not None and done.busy_until_ns:
+            step.busy[stage] = (done.busy_from_ns, done.busy_until_ns)
         rate = (done.end_ns - done.start_ns) / step.tokens
         self._ns_per_token += (rate - self._ns_per_token) * (RATE_WEIGHT if self._ns_per_token else 1.0)
         self._lives.blocks.rates.computed_ns = self._ns_per_token * self.config.plan.block_tokens
@@ -448,11 +456,14 @@ class PrefillState:
             return
         del self._steps[number]
         before, self._done = self._done, self._done.plus(step.chunks)
+        times = self.pipeline.step_ended(step.busy, bool(self._steps))
+        self._learn_cost(step, times)
         for chunk in step.chunks:
             h = self.handoffs[chunk.handle]
             h.steps.discard(number)
             h.done_before = h.done_before or before
             h.meanwhile = self._done.since(h.done_before)
+            h.times.add(chunk, times)
             h.first_step_ns = h.first_step_ns or step.start_ns
             h.last_step_ns = max(h.last_step_ns, step.end_ns)
             if not h.ending:
@@ -460,6 +471,14 @@ class PrefillState:
                     h.scores.append(step.scores[h.handle])
                 self._lives.computed(h, chunk, step.sampled.get(h.handle), step.end_ns)
             self._lives.settle(h)
+
+    def _learn_cost(self, step: _Step, times: Sequence[StageTime]) -> None:
+        """Has chunks that are planned from now on take equal time by what the slowest stage took for this step."""
+        if self._chunk_cost is None or not times:
+            return
+        pairs = sum((c.end - c.start) * (c.start + (c.end - c.start + 1) / 2) for c in step.chunks)
+        self._chunk_cost.add(step.tokens, pairs, max(time.busy_ns for time in times) / NS)
+        self.planner.chunk_cost = self._chunk_cost.cost
 
     def _give_up(self, cause: str, *, dead: bool) -> None:
         """Fails all handoffs at once because the ranks do not answer, so that the requests can go elsewhere. Nothing is

@@ -157,6 +157,25 @@ def check_member(who: RegisteredNode) -> InvalidRequest | None:
     return None
 
 
+def check_rank_host(name: str, address: str, incarnation: int, *texts: str) -> None:
+    """Raises InvalidRequest for what a rank host cannot say of itself; `texts` are further words of it."""
+    for field, text in (
+        ("host.instance.instance_id", name),
+        ("host.instance.address", address),
+        *(("host", one) for one in texts),
+    ):
+        if len(text) > MAX_TEXT or not text.isprintable():
+            raise InvalidRequest.of(
+                field, text[:MAX_TEXT], f"must have at most {MAX_TEXT} characters that can be printed"
+            )
+    if not name:
+        raise InvalidRequest.of("host.instance.instance_id", name, "must not be empty")
+    if not _is_address(address):
+        raise InvalidRequest.of("host.instance.address", address, "must be host:port")
+    if incarnation == 0:
+        raise InvalidRequest.of("host.instance.incarnation", 0, "must be new at every process start, never 0")
+
+
 def check_announcement(said: Announcement) -> InvalidRequest | None:
     """Returns what is wrong with an announcement, whoever sent it; None if nothing is. Its `store_id` is the name of a
     tier."""

@@ -7,8 +7,18 @@ from kvmesh.kvcache import keys
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_name, tier_of
 from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import ranks_pb2 as pb_ranks
 from kvmesh.rpc.pb import store_pb2 as pb
-from kvmesh.services.store.domain import Change, NodeRole, Publish, RegisteredNode, Relay
+from kvmesh.services.store.domain import (
+    MAX_TEXT,
+    Change,
+    NodeRole,
+    Publish,
+    RegisteredNode,
+    Relay,
+    check_rank_host,
+)
+from kvmesh.services.store.rank_hosts import RankHost, RankPlaces
 
 _ROLES = {
     pb_common.ROLE_PREFILL: NodeRole.PREFILL,
@@ -51,6 +61,47 @@ def member_out(member: RegisteredNode) -> pb.Member:
     return pb.Member(
         instance=ref_out(member), role=_ROLES_OUT[member.role], node_id=member.node_id, store_id=member.store_id
     )
+
+
+MAX_USES, MAX_RANKS = 256, 1024  # of one rank host
+
+
+def rank_host_in(said: pb_ranks.RankHostState) -> RankHost:
+    """Returns the rank host of a message. Raises InvalidRequest."""
+    ref, uses = said.instance, said.uses
+    if len(uses) > MAX_USES or any(len(use.ranks) > MAX_RANKS for use in uses):
+        raise InvalidRequest.of("host.uses", len(uses), f"at most {MAX_USES} instances of {MAX_RANKS} ranks")
+    names = [use.instance_id for use in uses]
+    check_rank_host(ref.instance_id, ref.address, ref.incarnation, said.node_id, said.build, *names)
+    used = tuple((use.instance_id, tuple(use.ranks)) for use in uses)
+    shape = (said.max_ranks, said.gpus, said.memory_bytes)
+    return RankHost(ref.instance_id, ref.incarnation, ref.address, said.node_id, said.build, *shape, used)
+
+
+def rank_host_out(host: RankHost) -> pb_ranks.RankHostState:
+    """The inverse of `rank_host_in`."""
+    ref = pb_common.InstanceRef(instance_id=host.name, address=host.address, incarnation=host.incarnation)
+    return pb_ranks.RankHostState(
+        instance=ref,
+        node_id=host.node_id,
+        build=host.build,
+        max_ranks=host.max_ranks,
+        gpus=host.gpus,
+        memory_bytes=host.memory_bytes,
+        uses=[pb_ranks.RankHostUse(instance_id=name, ranks=ranks) for name, ranks in host.used],
+    )
+
+
+def rank_places_in(asked: pb.PlaceRanksRequest) -> RankPlaces:
+    """Returns what an instance asks for. Raises InvalidRequest."""
+    ref = asked.instance
+    for field, text in (("instance.instance_id", ref.instance_id), ("build", asked.build)):
+        if not text or len(text) > MAX_TEXT or not text.isprintable():
+            raise InvalidRequest.of(field, text[:MAX_TEXT], f"must have 1 to {MAX_TEXT} characters")
+    for field, count in (("hosts", asked.hosts), ("ranks_each", asked.ranks_each)):
+        if not 1 <= count <= MAX_RANKS:
+            raise InvalidRequest.of(field, count, f"in 1..{MAX_RANKS}")
+    return RankPlaces(ref.instance_id, ref.incarnation, asked.build, asked.hosts, asked.ranks_each, asked.gpus)
 
 
 def ref_out(member: RegisteredNode) -> pb_common.InstanceRef:

@@ -37,6 +37,7 @@ from kvmesh.services.store.orders import StoreOrderQueue
 from kvmesh.services.store.policy.quotas import TagQuota
 from kvmesh.services.store.policy.records import Write
 from kvmesh.services.store.policy.store_policy import MAX_GRANT
+from kvmesh.services.store.rank_hosts import INTERVAL_S, RankHosts
 from kvmesh.services.store.state import MasterState
 from kvmesh.services.store.watchers import Watchers
 from kvmesh.telemetry import names
@@ -86,6 +87,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         self._leads = leads
         self._durable = durable
         self._orders = orders
+        self._rank_hosts = RankHosts()
         self._books = asyncio.Lock()
         self._complain_at = clock()
         self._sweeping: asyncio.Task[None] | None = None
@@ -304,6 +306,27 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
             gap_ms=announcing.gap_ms,
             stores=self._state.statuses(),
         )
+
+    async def LendRanks(self, request: pb.LendRanksRequest, context: Any) -> pb.LendRanksResponse:  # noqa: N802
+        """Takes what a rank host says of itself. Raises ProtocolMismatch, InvalidRequest or Overloaded."""
+        host = mapping.rank_host_in(request.host)
+        protocol.check(request.protocol_version, f"the rank host at {host.address}")
+        if request.leaves:
+            self._rank_hosts.leave(host.name, host.incarnation)
+        else:
+            self._rank_hosts.lend(host, self._clock())
+        return pb.LendRanksResponse(interval_ms=int(INTERVAL_S * 1000))
+
+    async def PlaceRanks(self, request: pb.PlaceRanksRequest, context: Any) -> pb.PlaceRanksResponse:  # noqa: N802
+        """Chooses rank hosts for an instance. Raises InvalidRequest."""
+        addresses, why_not = self._rank_hosts.place(mapping.rank_places_in(request), self._clock())
+        return pb.PlaceRanksResponse(addresses=addresses, why_not=why_not)
+
+    async def ListRankHosts(  # noqa: N802
+        self, request: pb.ListRankHostsRequest, context: Any
+    ) -> pb.ListRankHostsResponse:
+        hosts = self._rank_hosts.living(self._clock())
+        return pb.ListRankHostsResponse(hosts=map(mapping.rank_host_out, hosts))
 
     # ── what is kept for the next leader ────────────────────────────────────────────────────────────
 

@@ -156,7 +156,7 @@ async def master() -> AsyncIterator[tuple[Master, str]]:
 
 async def test_looks_ask_conductors_and_the_master_that_these_name() -> None:
     async with master() as (store, address), conductor(config(None, store=address)) as one:
-        await one.serve("p0", "d0")
+        await one.serve("p0", "p0.dp1", "d0")  # two places of one instance
         conductors = (one.service.address,)
         async with draining.looking("p0", conductors, "") as look:
             assert await look() == DrainLook(minded=False), "nobody has said that it drains"
@@ -164,9 +164,11 @@ async def test_looks_ask_conductors_and_the_master_that_these_name() -> None:
             drain = pb.CordonRequest(instance_id="p0", state=pb.CORDON_STATE_DRAINING)
             await cordon.tell(conductors, drain)
             await one.stub.Heartbeat(beat("p0", seq=2, queued_requests=2), timeout=10)
+            await one.stub.Heartbeat(beat("p0.dp1", seq=2, queued_requests=1), timeout=10)
             store.answer = store_pb2.DrainResponse(sole_blocks=5, moved=2, why_not="full")
-            assert await look() == DrainLook(2, 5, 2, "full", False, 0)
-            await one.stub.Heartbeat(beat("p0", seq=3), timeout=10)
+            assert await look() == DrainLook(3, 10, 4, "full", False, 0)
+            for place in ("p0", "p0.dp1"):
+                await one.stub.Heartbeat(beat(place, seq=3), timeout=10)
             store.answer, store.members = store_pb2.DrainResponse(done=True, moved=7), [joining("p0").member]
             store.members.append(joining("pool").member)
             store.members[-1].role = 4  # type: ignore[assignment]

@@ -16,6 +16,7 @@ import yaml
 
 from kvmesh.cli.serve import SERVICES, config_class, known_keys
 from kvmesh.config import load
+from kvmesh.instance.front import check_hosts
 from kvmesh.rpc.authorisation import ROLE_NAME
 from kvmesh.services.conductor.domain import Role
 from kvmesh.telemetry import names
@@ -41,6 +42,7 @@ CASES: dict[str, Manifest | Path | None] = {
     "gpu": CHART / "values-gpu.yaml",
     "everything": chart.EVERYTHING,
     "on_nodes": chart.ON_NODES,
+    "several_pods": chart.SEVERAL_PODS,
 }
 CUSTOM = ("PodMonitor", "ScaledObject")  # kinds that are not Kubernetes' own
 KUBERNETES = ("1.29", "1.34")  # the chart's oldest, and a late one
@@ -157,7 +159,8 @@ def test_each_service_takes_its_settings(rendered: dict[str, list[Manifest]], ca
             continue
         container = main_container(workload)
         verb, service = container["args"]
-        assert (verb, service) == ("serve", component(workload)) and service in SERVICES
+        assert (verb, service) == ("serve", "ranks" if "-ranks-" in component(workload) else component(workload))
+        assert service in SERVICES
         cls, env = config_class(service), environment(container)
         ours = {name: value for name, value in env.items() if name.startswith("KVMESH_")}
         fields = {f"KVMESH_{name.upper()}" for name in cls.__dataclass_fields__}
@@ -268,6 +271,13 @@ def test_a_slip_in_the_values_is_refused(helm: Helm, slip: str) -> None:
         ({"redis": {"enabled": False}}, "need Redis"),
         ({"tls": {"secrets": {"store": "stores"}}}, "is needed, as others have one"),
         ({"decode": {"device": "cuda"}}, "each rank takes a GPU of its own"),
+        (
+            {"decode": {"mesh": "tp=3", "rankHosts": 1}},
+            "decode: rankHosts=1: 2 pods do not have equal parts of 3 ranks",
+        ),
+        ({"decode": {"mesh": "dcp=2,tp=2", "rankHosts": 3}}, "4 pods do not have equal parts of 2 ranks"),
+        ({"decode": {"mesh": "tp=2", "rankHosts": 1, "ssd": {"capacityMb": 1}}}, "decode: ssd.capacityMb"),
+        ({"tls": {"secretName": "x"}, "decode": {"mesh": "tp=2", "rankHosts": 1}}, "decode: rankNetwork: with TLS"),
         ({"model": {"source": "pvc"}}, "model.claim"),
         ({"model": {"source": "hostPath"}}, "model.hostPath"),
         (
@@ -303,6 +313,36 @@ def test_each_pod_has_the_certificate_of_its_role_alone(helm: Helm, rendered: di
     wanted = dict.fromkeys(("prefill", "decode", "conductor", "gateway"), "mesh-tls")
     assert mounted(helm.manifests(partly)) == {**wanted, "store": "stores"}
     assert mounted(rendered["defaults"]) == {}
+
+
+def test_an_instance_in_several_pods_calls_those_of_its_number(rendered: dict[str, list[Manifest]]) -> None:
+    manifests = rendered["several_pods"]
+    front = named(manifests, "StatefulSet", "chat-kvmesh-decode")
+    told = environment(main_container(front))
+    assert (told["KVMESH_MESH"], told["KVMESH_RANK_NETWORK"]) == ("pp=3,tp=2,ep=tp", "10.0.0.0/8")
+    assert "KVMESH_TENSOR_PARALLEL" not in told
+    addresses = told["KVMESH_RANK_HOSTS"].split(",")
+    sets = [named(manifests, "StatefulSet", f"chat-kvmesh-decode-ranks-{i}") for i in range(2)]
+    for address, lenders in zip(addresses, sets, strict=True):
+        name, service = lenders["metadata"]["name"], lenders["spec"]["serviceName"]
+        assert address == f"{name}-{told['POD_INDEX']}.{service}:7050"
+        headless = named(manifests, "Service", service)["spec"]
+        assert headless["clusterIP"] == "None" and headless["publishNotReadyAddresses"]
+        assert lenders["spec"]["replicas"] == front["spec"]["replicas"] == 2, "one of each for every instance"
+        container = main_container(lenders)
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+        env = environment(container)
+        assert (env["KVMESH_TLS_CERT"], env["KVMESH_RDMA_MTU"]) == ("/etc/kvmesh/tls/tls.crt", "4096")
+        assert "KVMESH_MAX_RUNNING" not in env, "that is the instance's own"
+        volumes = {one["name"]: one for one in lenders["spec"]["template"]["spec"]["volumes"]}
+        assert volumes["tls"]["secret"]["secretName"] == "instances" and "models" in volumes
+    config = load(config_class("decode"), {}, toml=None, env={k: v for k, v in told.items() if "KVMESH_" in k})
+    check_hosts(config)  # type: ignore[arg-type]
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in of_kind(manifests, "HorizontalPodAutoscaler")}
+    assert scaled == {"chat-kvmesh-prefill"}, "nothing would scale its rank hosts beside it"
+    labels = sets[0]["spec"]["template"]["metadata"]["labels"]
+    policies = [one["spec"] for one in of_kind(manifests, "NetworkPolicy")]
+    assert any(chart.selects(one["podSelector"], labels) for one in policies), "anybody reaches its ranks"
 
 
 @pytest.mark.parametrize("network", ["trusted", "untrusted"])

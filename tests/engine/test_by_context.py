@@ -13,9 +13,9 @@ from torch.multiprocessing.spawn import spawn
 from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.context import ContextShare, pages_of
+from kvmesh.engine.context import ContextShare
 from kvmesh.engine.parallel import ALONE, RankMesh, check_shares
-from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout, taking_turns
+from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.groups import plan_group
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
@@ -25,20 +25,15 @@ from tests.support.reference import assert_matches_reference
 
 PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5, 1, 66)]
 TOKENS = 12
-BLOCK = 4
+PAGE = 4  # tokens of a rank's page
 
 
 def answers(path: Path, mesh: RankMesh) -> tuple[list[list[int]], torch.Tensor]:
     """Chunked prompts beside decode rows; a prompt whose prefix lies there already; then all of them decode."""
-    axes = mesh.axes
-    turns = axes.cp * axes.dcp
-    stepper = Stepper(path, block_tokens=BLOCK, mesh=mesh)
+    axes, block = mesh.axes, PAGE * mesh.axes.turns
+    stepper = Stepper(path, block_tokens=block, mesh=mesh)
     runner = stepper.runner
-
-    def take(tokens: int) -> tuple[int, ...]:
-        return stepper.take(BLOCK * pages_of(tokens, BLOCK, turns, axes.interleave))
-
-    pages = [take(len(prompt) + 2 * TOKENS) for prompt in PROMPTS]
+    pages = [stepper.take(len(prompt) + 2 * TOKENS) for prompt in PROMPTS]
     first = [0] * len(PROMPTS)
     first[0] = stepper.prefill(PROMPTS[0], pages[0], chunks=(16, 7, 1))
     row = DecodeInput(first[0], len(PROMPTS[0]), pages[0], SampleParams())
@@ -68,18 +63,17 @@ def answers(path: Path, mesh: RankMesh) -> tuple[list[list[int]], torch.Tensor]:
     rows.append(DecodeInput(said[0].token_id, len(PROMPTS[3]), pages[3], SampleParams()))
     for own, rest in zip(kept, stepper.decode(rows, TOKENS), strict=True):
         own += rest
-    # A prefix that another request left: whole rounds of blocks of the longest prompt.
-    shared = (len(PROMPTS[3]) - 1) // (BLOCK * turns)
-    more_pages = (*pages[3][:shared], *take(len(PROMPTS[3]) + TOKENS))
-    again = stepper.prefill(PROMPTS[3], more_pages, start=shared * BLOCK * turns)
+    # A prefix that another request left: whole blocks of the longest prompt.
+    shared = (len(PROMPTS[3]) - 1) // block
+    more_pages = (*pages[3][:shared], *stepper.take(len(PROMPTS[3]) + TOKENS))
+    again = stepper.prefill(PROMPTS[3], more_pages, start=shared * block)
     kept.append([again, *stepper.decode([DecodeInput(again, len(PROMPTS[3]), more_pages, SampleParams())], 5)[0]])
     ahead = runner.launch(DecodeBatch.of(rows)).result().token_ids.tolist()
     kept.append(ahead)
-    share = ContextShare.of(axes, mesh.rank, BLOCK)
+    share = ContextShare.of(axes, mesh.rank, PAGE)
     count = share.local_len(len(PROMPTS[3]))
     kv = stepper.pages[list(pages[3])].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:count]  # [tokens, layers, planes, K, D]
-    by_block = turns > 1 and not axes.interleave
-    assert (runner.layout.turn, runner.layout.turns) == ((share.turn, turns) if by_block else (0, 1))
+    assert (runner.layout.turn, runner.layout.turns) == (share.turn, axes.turns)
     return kept, kv.clone()
 
 
@@ -95,7 +89,7 @@ def compare(path: Path, axes: Axes, said: Sequence[tuple[list[list[int]], torch.
     alone, kv = answers(path, ALONE)
     for rank, (kept, mine) in enumerate(said):
         assert kept == said[0][0], rank
-        share = ContextShare.of(axes, rank, BLOCK)
+        share = ContextShare.of(axes, rank, PAGE)
         where = [share.position(local) for local in range(len(mine))]
         first = 0 if kv.shape[3] == mine.shape[3] else kv.shape[3] * axes.place(rank).tp // axes.tp
         torch.testing.assert_close(mine, kv[where][:, :, :, first : first + mine.shape[3]], atol=1e-4, rtol=1e-3)
@@ -153,7 +147,7 @@ def test_over_gloo(axes: str, names: Sequence[str], zoo: Callable[[str], Path], 
     [
         ("cp=2", "tp=2,dcp=2", "mla"),
         ("tp=2,dcp=2", "", "mla"),
-        ("cp=3,tp=2", "tp=4,dcp=2", "gqa"),
+        ("cp=4,tp=2", "tp=4,dcp=2", "gqa"),
         ("", "cp=2", "gqa"),
     ],
 )
@@ -161,12 +155,12 @@ def test_what_ranks_of_one_cut_computed_those_of_another_decode(
     writing: str, reading: str, name: str, zoo: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Blocks go from ranks to ranks as `plan_group` says, no byte twice."""
-    path, prompt = model(name, zoo, tmp_path), PROMPTS[3]
+    path, prompt, block_tokens = model(name, zoo, tmp_path), PROMPTS[3], 4 * PAGE
     writers, readers = Axes.parse(writing), Axes.parse(reading)
 
     def start(mesh: RankMesh) -> tuple[Stepper, tuple[int, ...]]:
-        stepper = Stepper(path, block_tokens=BLOCK, mesh=mesh)
-        return stepper, stepper.take(BLOCK * pages_of(len(prompt) + TOKENS, BLOCK, mesh.axes.cp * mesh.axes.dcp))
+        stepper = Stepper(path, block_tokens=block_tokens, mesh=mesh)
+        return stepper, stepper.take(len(prompt) + TOKENS)
 
     def prefill(mesh: RankMesh) -> tuple[Stepper, tuple[int, ...], int]:
         stepper, pages = start(mesh)
@@ -179,26 +173,22 @@ def test_what_ranks_of_one_cut_computed_those_of_another_decode(
         stepper, pages = start(mesh)
         layouts = [own.runner.layout for own, _, _ in computed], theirs[mesh.rank]
         plan = plan_group(tuple(layouts[0]), tuple(theirs))
-        for block in range(-(-len(prompt) // BLOCK)):
-            if not layouts[1].holds(block):
-                continue
-            target = pages[layouts[1].place(block)] * layouts[1].shard_bytes
+        for block in range(-(-len(prompt) // block_tokens)):
+            target = pages[block] * layouts[1].shard_bytes
             moved = 0
             for writer, (own, at, _) in enumerate(computed):
                 for source, to, length in plan.runs(writer, mesh.rank, block):
-                    begin = at[own.runner.layout.place(block)] * own.layout.shard_bytes + source
+                    begin = at[block] * own.layout.shard_bytes + source
                     stepper.memory[target + to : target + to + length] = own.memory[begin : begin + length]
                     moved += length
             assert moved == layouts[1].shard_bytes
+        assert stepper.pages[list(pages[: -(-len(prompt) // block_tokens)])].isfinite().all(), "what is behind the end"
         assert stepper.runner.layout == layouts[1]
         row = DecodeInput(first, len(prompt), pages, SampleParams())
         return [first, *stepper.decode([row], TOKENS - 1)[0]]
 
     config = open_checkpoint(path).config
-    theirs = [
-        taking_turns(shard_layout(config, "float32", BLOCK, readers.place(rank).tp, readers.tp), readers, rank)
-        for rank in range(readers.world)
-    ]
+    theirs = [shard_layout(config, "float32", block_tokens, readers, rank) for rank in range(readers.world)]
     [said] = {tuple(own) for own in over_threads(readers, decode)}
     assert_matches_reference(path, prompt, said)
 
@@ -211,13 +201,12 @@ def test_layers_that_see_a_part_of_a_context_are_refused(name: str, zoo: Callabl
 
 
 def test_a_workload_that_fits_with_dcp_2_and_not_without(zoo: Callable[[str], Path], tmp_path: Path) -> None:
-    """Two prompts of 30 tokens take 16 pages of 4; ranks with 8 pages each hold them together."""
+    """Two prompts of 30 tokens take 16 pages of 4; ranks with 8 such pages each hold them together."""
     path = model("mqa", zoo, tmp_path)
 
     def serve(mesh: RankMesh) -> list[int]:
-        turns = mesh.axes.dcp
-        stepper = Stepper(path, block_tokens=BLOCK, num_pages=8, mesh=mesh)
-        tables = [stepper.take(BLOCK * pages_of(32, BLOCK, turns)) for _ in range(2)]
+        stepper = Stepper(path, block_tokens=PAGE * mesh.axes.turns, num_pages=8, mesh=mesh)
+        tables = [stepper.take(32) for _ in range(2)]
         first = [stepper.prefill(PROMPTS[3][at : at + 30], table) for at, table in enumerate(tables)]
         rows = [DecodeInput(token, 30, table, SampleParams()) for token, table in zip(first, tables, strict=True)]
         return [*first, *stepper.decode(rows, 2)[0]]

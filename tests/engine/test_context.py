@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.engine.axes import Axes
-from kvmesh.engine.context import ContextShare, pages_of, zigzag
+from kvmesh.engine.context import ContextShare, zigzag
 from kvmesh.errors import ConfigError
 
 turns, interleaves, lengths = st.integers(1, 5), st.integers(1, 9), st.integers(0, 200)
@@ -50,8 +50,11 @@ def test_every_token_lies_at_one_rank_in_order(count: int, interleave: int, leng
         kept = [own.position(local) for local in range(own.local_len(length))]
         assert kept == where[own.here(where)].tolist()
         assert own.local_lens(where + 1).tolist() == np.cumsum(own.here(where)).tolist()
-    table = pages_of(length, 8, count, interleave)
-    assert table == max(-(-own.local_len(length) // 8) for own in ranks)
+    # Page n of all ranks together has the tokens of block n, where the interleave divides a page.
+    page, block = 2 * interleave, 2 * interleave * count
+    for own in ranks:
+        where = np.array([own.position(local) for local in range(own.local_len(length))], dtype=np.int64)
+        assert (where // block).tolist() == [local // page for local in range(len(where))]
 
 
 def test_the_place_of_a_rank() -> None:
@@ -60,8 +63,10 @@ def test_the_place_of_a_rank() -> None:
     assert [share.turn for share in shares] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert {(share.turns, share.interleave) for share in shares} == {(4, 16)}
     assert ContextShare.of(Axes(tp=2, dcp=2, interleave=1), 1, 16) == ContextShare(1, 2, 1)
-    # A page of a rank is one block of the prompt: block page * turns + turn.
-    assert [shares[5].position(16 * page) // 16 for page in range(3)] == [3, 7, 11]
+    # A page of a rank is its part of a block of 64 tokens.
+    assert [shares[5].position(16 * page) for page in range(3)] == [48, 112, 176]
+    with pytest.raises(ConfigError, match="interleave=3 must divide the 16 tokens of a rank's page"):
+        ContextShare.of(Axes(cp=2, interleave=3), 0, 16)
     with pytest.raises(ConfigError, match="turn 2 of 2 ranks"):
         ContextShare(2, 2, 1)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvmesh.engine.cpu import build, native
+from kvmesh.native import compiling
 from kvmesh.native.compiling import BuildFailed
 from tests.support.compilers import needs_compiler
 
@@ -36,7 +38,21 @@ def test_a_build_is_made_once_for_its_sources(sources: Path, tmp_path: Path) -> 
     (sources / "two.h").write_text("#define ANSWER 43\n")
     newer = build.compile_into(tmp_path / "built")
     assert ctypes.CDLL(str(newer)).answer() == 43
-    assert list((tmp_path / "built").iterdir()) == [newer], "the older build goes, nothing half made stays"
+    assert set((tmp_path / "built").iterdir()) == {made, newer}, "two checkouts share it; nothing half made stays"
+
+
+@needs_compiler
+def test_the_oldest_builds_go(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "KEPT", 2)
+    folder = tmp_path / "built"
+    folder.mkdir()
+    for age, name in enumerate(("kvmesh-newest", "kvmesh-older", "kvmesh-oldest"), start=1):
+        for suffix in (".so", native.PROVEN):
+            (folder / f"{name}{suffix}").touch()
+            os.utime(folder / f"{name}{suffix}", (0, 1000 - age))
+    made = build.compile_into(folder)
+    kept = {made, folder / "kvmesh-newest.so", folder / f"kvmesh-newest{native.PROVEN}"}
+    assert set(folder.iterdir()) == kept
 
 
 @needs_compiler

@@ -14,6 +14,7 @@ from kvmesh.engine.attention.backend import AttentionBackend, TokenSpan
 from kvmesh.engine.attention.grouped import GroupedAttention, GroupedSpan
 from kvmesh.engine.attention.native_backend import NativeAttention
 from kvmesh.engine.attention.torch_backend import TorchAttention
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch, DecodeInput, SampleParams
 from kvmesh.engine.cache_memory import (
     ALIGNED,
@@ -192,7 +193,7 @@ def test_memory_of_groups_lies_in_one_buffer(zoo: Zoo) -> None:
     assert [shape.layout.layers for shape in shapes] == [1, 2]
     assert all(shape.layout.kv_heads == config.kv_heads // 2 for shape in shapes)
     assert all(shape.layout.first_head == config.kv_heads // 2 for shape in shapes)
-    assert sum(shape.page_bytes for shape in shapes) == shard_layout(config, "bfloat16", 16, 1, 2).shard_bytes
+    assert sum(shape.page_bytes for shape in shapes) == shard_layout(config, "bfloat16", 16, Axes(tp=2), 1).shard_bytes
     counts = [3, 5]
     offsets = group_offsets(shapes, counts)
     assert offsets[1] % ALIGNED == 0 and offsets[1] >= 3 * shapes[0].page_bytes

@@ -177,7 +177,7 @@ def test_pages_have_the_layout_of_a_latent_shard() -> None:
     row = torch.arange(1.0, 81.0)
     plan.write(1, torch.cat((torch.zeros(1, backend.query_width), row[None]), -1))
     page = backend.pages[2].flatten()
-    at = layout.run_offset(1, 0, 0) // layout.itemsize
+    at = layout.run_offset(1, 0, 0, 0) // layout.itemsize
     assert torch.equal(page[at : at + 80], row)
     assert not page[:at].any() and not page[at + 80 :].any()
 

@@ -86,7 +86,7 @@ def test_every_rank_keeps_whole_rows_and_its_own_heads() -> None:
     whole = shard_layout(config, "bfloat16", 64)
     for size in (2, 8, 128):
         check_shares(config, Axes(tp=size))
-        assert [shard_layout(config, "bfloat16", 64, rank, size) for rank in range(size)] == [whole] * size
+        assert [shard_layout(config, "bfloat16", 64, Axes(tp=size), rank) for rank in range(size)] == [whole] * size
         own = share_of(config, Axes(tp=size))
         assert (own.heads, own.kv_heads, own.head_dim, own.latent) == (128 // size, 1, 576, config.latent)
     with pytest.raises(ConfigError, match="must divide num_attention_heads=128"):

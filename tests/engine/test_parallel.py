@@ -16,12 +16,12 @@ from torch.multiprocessing.spawn import spawn
 from kvmesh.engine.axes import Axes
 from kvmesh.engine.cache_memory import group_shapes, named_by_group, zeroed_memory
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh, RanksLost, check_shares, share, share_of
+from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh, check_shares, share, share_of
 from kvmesh.engine.runner import NOBODY, DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
 from kvmesh.engine.sampling.prompt_scores import TokenScores
 from kvmesh.engine.stages import stage_layers
 from kvmesh.engine.weights import Weights
-from kvmesh.errors import ConfigError
+from kvmesh.errors import ConfigError, RanksLost
 from kvmesh.kvcache.layout import ShardLayout
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.support.engine.given_mesh import GivenMesh
@@ -97,7 +97,7 @@ def test_a_model_that_so_many_ranks_cannot_share_is_refused(zoo: Callable[[str],
     check_shares(replace(experts, experts=replace(few, count=4)), Axes(tp=4))
     odd = open_checkpoint(zoo("qwen3-gqa1-tied")).config  # 3 KV heads
     check_shares(odd, Axes(tp=3))
-    layouts = [shard_layout(config, "float32", 16, rank, 4) for rank in range(4)]
+    layouts = [shard_layout(config, "float32", 16, Axes(tp=4), rank) for rank in range(4)]
     assert [(layout.first_head, layout.kv_heads) for layout in layouts] == [(0, 1), (0, 1), (1, 1), (1, 1)]
     own = share_of(config, Axes(tp=4))
     assert (own.heads, own.kv_heads, own.intermediate_size) == (2, 1, 24)

@@ -27,7 +27,7 @@ from kvmesh.engine.weights import Weights
 from kvmesh.errors import CheckpointError, ConfigError
 from kvmesh.kvcache.cache_groups import CacheKind, object_shard
 from tests.support.checkpoints import prompts
-from tests.support.engine.given_mesh import GivenMesh
+from tests.support.engine.given_mesh import GivenMesh, Together
 from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.reference import assert_as_close_as_reference, assert_matches_reference, reference_model
 
@@ -181,28 +181,6 @@ def test_a_layer_equals_transformers(tmp_path: Path, heads: tuple[int, int]) -> 
         known = StateSlots(torch.zeros(2, 3, keys, own.width), slots)
         answer = layer.gated(delta.attend_state(inputs, states, known, Runs([70, 70], CPU)), gate)
         torch.testing.assert_close(layer.out(answer).view(x.shape), wanted, rtol=1e-4, atol=2e-5)
-
-
-class Together(Group):
-    """A rank that is a thread beside others of this process."""
-
-    capturable = False
-
-    def __init__(self, rank: int, parts: list[torch.Tensor | None], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.parts, self.barrier = rank, len(parts), parts, barrier
-
-    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.parts[self.rank] = x.clone()
-        self.barrier.wait(60)
-        found = [part for part in self.parts if part is not None]
-        self.barrier.wait(60)
-        return found
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(torch.stack(self._all(x)).sum(0))
-
-    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        return torch.cat(self._all(x), -1)
 
 
 def test_two_ranks_answer_as_transformers_does(path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvmesh.engine.config import ExpertsConfig, ModelConfig
 from kvmesh.engine.config_delta import DeltaConfig
 from kvmesh.engine.config_latent import LatentConfig
-from kvmesh.engine.work import FunctionWork, StepShape, attended, seen, summed, work_of
+from kvmesh.engine.work import FunctionWork, StepShape, attended, chunk_products, of_stage, seen, summed, work_of
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -145,3 +145,20 @@ def test_steps_add_up() -> None:
     total = summed([one, other])
     assert total["mlp"].moved == one["mlp"].moved + other["mlp"].moved
     assert total["head"] == one["head"]
+
+
+def test_what_a_chunk_costs_by_token_and_pair() -> None:
+    """3 layers of 192 + 288 weights a token; a pair is a score and a weighted value of 2 heads of 4. What windows of 16
+    see is a token's."""
+    assert chunk_products(CONFIG) == pytest.approx((2 * 3 * 480, 2 * 3 * 16))
+    windowed = replace(CONFIG, windows=(16, 0, 16))
+    assert chunk_products(windowed) == pytest.approx((2 * 3 * 480 + 2 * 2 * 16 * 16, 2 * 16))
+
+
+def test_a_stage_has_a_part_of_the_work() -> None:
+    """Two stages together do what all layers do."""
+    mixed = replace(CONFIG, windows=(0, 4, 0))
+    whole = work_of(mixed, BF16, SHAPE)
+    first, last = (work_of(of_stage(mixed, layers), BF16, SHAPE) for layers in (range(2), range(2, 3)))
+    for name in ("norm", "projections", "rotary", "write", "attention", "mlp"):
+        assert summed(({name: first[name]}, {name: last[name]}))[name] == whole[name]

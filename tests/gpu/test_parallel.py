@@ -31,7 +31,7 @@ def rank_main(rank: int, folder: Path, path: Path) -> None:
     torch.cuda.set_device(device)
     checkpoint = open_checkpoint(path)
     mesh = RankMesh(Axes(tp=2), rank, str(folder / "meet"), device, 60)
-    layout = shard_layout(checkpoint.config, "float32", BLOCK, rank, 2)
+    layout = shard_layout(checkpoint.config, "float32", BLOCK, mesh.axes, rank)
     pages = torch.zeros((32, *layout.shape), device=device)
     runner = Runner(checkpoint, "float32", device, BLOCK, pages, mesh)
     mesh.connect(60)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvmesh.errors import ConfigError, HandoffLost, KvmeshError, ProtocolMismatch, Unavailable
+from kvmesh.errors import ConfigError, HandoffLost, InvalidRequest, KvmeshError, ProtocolMismatch, Unavailable
 from kvmesh.instance import host_link
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.front import check_hosts
@@ -45,8 +45,6 @@ def test_ranks_are_dealt_out_in_order() -> None:
         ({"tensor_parallel": 6}, "rank_hosts", "do not have equal parts of 6 ranks"),
         ({"rank_hosts": "10.0.0.2"}, "rank_hosts", "must be HOST:PORT"),
         ({"tls_cert": "c", "tls_ca": "a"}, "rank_network", "declared trusted alone"),
-        ({"ssd_path": "/ssd"}, "ssd_path", "on several hosts .rank_hosts. has none"),
-        ({"warm_segment": "/dev/shm/x"}, "warm_segment", "on several hosts .rank_hosts. has none"),
         ({"rank_hosts": "", "rank_network": "10.0.0.0/99"}, "rank_network", "not a network"),
     ],
 )
@@ -70,11 +68,22 @@ def configure(**given: Any) -> m.Configure:
 
 def test_the_host_sets_what_belongs_to_it() -> None:
     host = RanksConfig(host="10.0.0.2", transports="tcp", model="/here", rank_network="eth1")
-    there = prepared(host, "10.0.0.1", configure(model_path="/there", host="10.0.0.1", warm_segment="x", num_pages=9))
-    assert (there.model_path, there.host, there.transports, there.warm_segment) == ("/here", "10.0.0.2", ("tcp",), "")
+    there = prepared(host, "10.0.0.1", configure(model_path="/there", host="10.0.0.1", num_pages=9))
+    assert (there.model_path, there.host, there.transports) == ("/here", "10.0.0.2", ("tcp",))
     assert (there.rank_network, there.rank_route, there.num_pages) == ("eth1", "10.0.0.1", 9)
     same = prepared(RanksConfig(), "10.0.0.1", configure(model_path="/there", rank_network="10.0.0.0/24"))
     assert (same.model_path, same.rank_network) == ("/there", "10.0.0.0/24")
+
+
+def test_what_outlives_a_rank_lies_in_folders_of_its_host() -> None:
+    """A front names no folder of another machine: not by its settings, and not by its name."""
+    host = RanksConfig(ssd_path="/disk", warm_segment="/dev/shm/w")
+    for name, folder in (("d.dp1", "d.dp1"), ("../../etc", "%2E.%2F..%2Fetc"), ("..", "%2E.")):
+        there = prepared(host, "10.0.0.1", configure(instance_id=name, ssd_path="/etc", warm_segment="/tmp"))
+        assert (there.ssd_path, there.warm_segment) == (f"/disk/{folder}", f"/dev/shm/w/{folder}")
+    assert prepared(host, "10.0.0.1", configure()).ssd_path == ""
+    with pytest.raises(InvalidRequest, match="warm_segment='/tmp': this rank host has no folder"):
+        prepared(RanksConfig(ssd_path="/disk"), "10.0.0.1", configure(ssd_path="/etc", warm_segment="/tmp"))
 
 
 # ── over a real stream; a rank without an engine starts in a second ───────────────────────────────

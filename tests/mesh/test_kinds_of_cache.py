@@ -1,6 +1,7 @@
 """One family for each kind of cache group through every way that KV takes between the processes of a mesh: handed off,
-found again, pulled, cut anew from one rank to two and back, read from SSD and from object storage, and migrated by a
-drain and by a kill. Tokens are transformers', greedy in float32, and each way is seen to have been taken."""
+found again, pulled, cut anew from one rank to two and back (by heads; where all tokens are kept by these, too), read
+from SSD and from object storage, and migrated by a drain and by a kill. Tokens are transformers', greedy in float32,
+and each way is seen to have been taken."""
 
 from __future__ import annotations
 
@@ -55,6 +56,11 @@ KINDS: dict[str, set[tuple[CacheKind, int]]] = {  # (kind, planes) of each group
     "state": {(CacheKind.ALL, 2), (CacheKind.STATE, 1), (CacheKind.STATE, 3)},
 }
 
+CUTS: dict[str, dict[str, str]] = {  # where contexts can be shared over ranks, some are
+    "full": {"prefill-0": "cp=2"},
+    "latent": {"prefill-0": "cp=2", "coupled-0": "tp=2,dcp=2"},
+}
+
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 
 
@@ -77,8 +83,10 @@ async def test_every_way_of_its_cache(kind: str, tmp_path: Path, mesh: MeshFacto
         "*": {"stop_grace_ms": 100},
         "prefill-0": few | {"ssd_path": str(tmp_path / "ssd"), "ssd_capacity_mb": 64},
         "prefill-1": few | {"object_url": f"s3://{s3.bucket()}/one"},
-        "coupled-0": few | {"object_url": f"s3://{s3.bucket()}/two", "tensor_parallel": 2},
+        "coupled-0": few | {"object_url": f"s3://{s3.bucket()}/two", "mesh": "tp=2"},
     }
+    for name, cut in CUTS.get(kind, {}).items():
+        flags[name] |= {"mesh": cut}
     shape: dict[str, Any] = {"prefill": 2, "decode": 1, "coupled": 1, "block_tokens": BLOCK, "memory_mb": 16}
     async with mesh(path, flags=flags, **shape) as running:
         for name in running.instances():

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.mesh.namespaces import Failed, Machine, complete, metric, two_machines, until, why_not
+from tests.support.mesh.namespaces import Failed, complete, two_machines, until, why_not
+from tests.support.mesh.up import Up
 
 WHY_NOT = why_not()
 pytestmark = [
@@ -31,63 +28,8 @@ pytestmark = [
 ]
 
 LANES = 6
-START_S = 120.0
 PROMPTS = [[(i * 131 + j * j * 7 + j) % 230 + 20 for j in range(150)] for i in range(LANES)]
 HA = ["--conductors=2", "--masters=2", "--redis=auto"] if shutil.which("redis-server") else []
-
-
-class Up:
-    """`kvmesh up` on one machine; `printed` so far."""
-
-    def __init__(self, machine: Machine, folder: Path, *args: str) -> None:
-        self.machine, self.run_dir = machine, folder / "run"
-        self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "COLUMNS": "160", "PYTHONUNBUFFERED": "1"}
-        self.log = folder / "up.log"
-        folder.mkdir(parents=True, exist_ok=True)
-        argv = self._argv("up", *args, "--dtype=float32", "--memory-mb=64", "--no-prompt", f"--run-dir={self.run_dir}")
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(argv, env=self.env, stdout=out, stderr=subprocess.STDOUT)
-
-    def _argv(self, *args: str) -> list[str]:
-        return self.machine.inside(sys.executable, "-m", "kvmesh.cli", *args)
-
-    def ready(self) -> Up:
-        """Once it says how to go on."""
-        until(lambda: "Ctrl-C" in self.printed or self.process.poll() is not None, "up", START_S)
-        assert "Ctrl-C" in self.printed, self.printed
-        return self
-
-    @property
-    def printed(self) -> str:
-        return self.log.read_text()
-
-    def call(self, *args: str) -> tuple[int, str]:
-        """Another command there: exit status, what it printed."""
-        done = subprocess.run(self._argv(*args), env=self.env, capture_output=True, text=True, timeout=60, check=False)
-        return done.returncode, done.stdout + done.stderr
-
-    def told(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.run_dir / "mesh.json").read_text())
-        return found
-
-    def metric(self, process: str, name: str, *labels: str) -> float:
-        return self.machine.call(metric, self.told()["services"][process]["metrics"], name, *labels)
-
-    def tokens(self) -> float:
-        """That its decode instance has made."""
-        return self.metric("decode-0", "kvmesh_decode_output_tokens_total")
-
-    def over_tcp(self) -> float:
-        """KV bytes that its instances have moved over tcp: between machines, as within one it goes over shm."""
-        one = "kvmesh_node_transfer_bytes_total"
-        return sum(self.metric(process, one, 'transport="tcp"') for process in ("prefill-0", "decode-0"))
-
-    def stop(self) -> str:
-        """As Ctrl-C does; what it has printed."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(60)
-        return self.printed
 
 
 @dataclass

@@ -19,7 +19,7 @@ from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
 from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.grouped_rank import GroupedFront, hand_over, told_by_runner
-from tests.support.rank_driver import BLOCK, rank, ranks
+from tests.support.rank_driver import BLOCK, GREEDY, rank, ranks
 
 MOST = 40
 MODELS = ("gemma2", "gemma3", "llama4", "qwen3_next")
@@ -76,6 +76,26 @@ async def test_tokens_are_the_runners_while_pages_come_and_go(models: Models, na
         assert request.made == expected
         assert front.holes or CacheKind.STATE in KINDS[name]
         await front.give_back_all(request)
+        assert [len(pages) for pages in front.free] == [one.num_pages for one in front.memory]
+
+
+@pytest.mark.parametrize(("name", "ahead"), [("gemma3", "off"), ("qwen3_next", "on")])
+async def test_tokens_are_the_runners_whatever_is_drafted(models: Models, name: str, ahead: str) -> None:
+    """The first answer to a prompt is another, so that what is drafted of the second from it is wrong; the third finds
+    both. Windows move on, states go back."""
+    path, prompt = models(name), prompt_of(models(name), 75)
+    expected = told_by_runner(path, prompt, MOST)
+    device = STAGED_CPU if ahead == "on" else "cpu"
+    settings = {"async_steps": ahead, "speculate": "suffix", "max_draft_tokens": 7}
+    async with serving("a", path, device=device, **settings) as front:
+        for sampling in (m.Sampling(1.5, 1.0, 0, 3), GREEDY, GREEDY):
+            request = front.request(prompt)
+            await front.prefill(request, 32)
+            front.join(request, MOST, room=request.done + MOST, sampling=sampling)
+            await front.decode(request, MOST)
+            assert (request.made == expected) == (sampling is GREEDY)
+            await front.give_back_all(request)
+        assert front.drafted >= front.kept > 7
         assert [len(pages) for pages in front.free] == [one.num_pages for one in front.memory]
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.worker.profiler import limits
-from tests.support.rank_driver import GREEDY, Driver, rank
+from tests.support.checkpoints import make_checkpoint
+from tests.support.rank_driver import GREEDY, Driver, rank, ranks
 
 SECOND_NS = 1_000_000_000
 
@@ -94,3 +96,32 @@ def test_limits_are_those_of_a_machine() -> None:
     moved, multiplied = limits(torch.device("cpu"), torch.float32, seconds=0.01)
     assert 1e8 < moved < 1e13
     assert 1e8 < multiplied < 1e14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp=2", "cp=2"])
+async def test_ranks_that_share_layers_or_contexts_count_what_is_theirs(tmp_path: Path, mesh: str) -> None:
+    """Two stages of two layers each; two ranks that share the tokens of a chunk. What they answer stays the same."""
+    path = make_checkpoint(tmp_path / "four", family="llama", num_hidden_layers=4, num_attention_heads=8)
+    tokens = tuple(range(5, 45))
+    async with ranks("two", path, 2, tmp_path, mesh=mesh) as both:
+        said = []
+        for number in (1, 2):
+            if number == 2:
+                for driver in both.drivers:
+                    driver.client.send(profile(7, 1))
+            item = m.PrefillItem(number, tokens, 0, (3, 4, 5), GREEDY, False)
+            both.send(m.PrefillStep(number, (item,)))
+            said.append((await both.take(m.PrefillStepDone)).sampled[0].token_id)
+        told = [await driver.take(m.Profiled) for driver in both.drivers]
+    assert said[0] == said[1] and [one.why_not for one in told] == ["", ""]
+    names = [{one.name: one for one in each.functions} for each in told]
+    layers = 2 if mesh == "pp=2" else 4
+    assert [each.layers for each in told] == [layers, layers]
+    assert [names[0]["projections"].weight_bytes % layers, names[0]["write"].busy_ns > 0] == [0, True]
+    config = open_checkpoint(path).config
+    of_layer = (config.heads + 2 * config.kv_heads) * config.head_dim + config.heads * config.head_dim
+    assert names[1]["projections"].weight_bytes == layers * config.hidden_size * of_layer * 4
+    if mesh == "pp=2":
+        assert "embedding" in names[0] and "head" not in names[0]
+        assert names[1]["head"].products > 0 and names[1]["embedding"].weight_bytes == 0

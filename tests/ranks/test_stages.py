@@ -30,8 +30,11 @@ def chunks(handle: int, pages: tuple[int, ...]) -> list[m.PrefillStep]:
 
 async def first_token(both: AllRanks, steps: list[m.PrefillStep]) -> int:
     for step in steps:  # every rank answers every step, the last one with the token
-        done = await both.take(m.PrefillStepDone)
-        assert done.step_id == step.step_id
+        before, done = [await driver.take(m.PrefillStepDone) for driver in both.drivers]
+        assert before.step_id == done.step_id == step.step_id
+        # The last stage waits for what the first one sends, when that has computed its layers.
+        assert before.start_ns <= before.busy_from_ns < before.busy_until_ns <= before.end_ns
+        assert before.busy_until_ns < done.busy_from_ns < done.busy_until_ns <= done.end_ns
     [sampled] = done.sampled
     return sampled.token_id
 

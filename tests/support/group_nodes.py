@@ -183,6 +183,7 @@ class GroupNode:
             threads=1,
             max_context_tokens=0,
             transports=("shm",),
+            ssd_path=str(self.tiers.path) if self.tiers is not None else "",
         )
 
     def _parts(self) -> list[Partition]:

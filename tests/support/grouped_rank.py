@@ -18,6 +18,7 @@ from kvmesh.engine.cache_memory import group_shapes, is_state, zeroed_memory
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams
 from kvmesh.kvcache.cache_groups import CacheGroup, GroupPages, freed_blocks, needed_blocks, snapshot_grid
+from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import TransferEngine
 from kvmesh.transfer.groups import GroupWrite
@@ -76,6 +77,7 @@ class GroupedFront:
         self.requests = 0
         self.tickets = 0
         self.holes = 0
+        self.drafted = self.kept = 0  # tokens of drafts that were computed, and those that came
         self.failed: list[int] = []  # requests of which a step failed
 
     async def poison(self, engine: TransferEngine) -> None:
@@ -276,7 +278,13 @@ class GroupedFront:
         assert copied.ticket == self.tickets and not copied.bad and not copied.bad_groups
 
     def join(
-        self, request: GroupedRequest, most: int, stop: tuple[int, ...] = (), room: int = 0, least: int = 0
+        self,
+        request: GroupedRequest,
+        most: int,
+        stop: tuple[int, ...] = (),
+        room: int = 0,
+        least: int = 0,
+        sampling: m.Sampling = GREEDY,
     ) -> None:
         """Puts it into the batch, with pages for the next token in every group, or for `room` tokens. It ends by length
         at `most` tokens, or at a `stop` token once it has `least`."""
@@ -291,8 +299,9 @@ class GroupedFront:
                 most,
                 least,
                 stop,
-                GREEDY,
+                sampling,
                 groups=self.named(request),
+                said=m.TokenHistory(pack_tokens(request.prompt), pack_tokens(request.made)),
             )
         )
 
@@ -317,6 +326,8 @@ class GroupedFront:
                     self.driver.client.send(m.Grant(request.handle, (), more))
                 continue
             assert isinstance(step, m.DecodeStepDone)
+            self.drafted += sum(drafted for _, drafted, _ in step.drafts)
+            self.kept += sum(kept for _, _, kept in step.drafts)
             for number, pages in going:
                 await self.give_back(number, pages)
             going = []

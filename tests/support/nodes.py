@@ -134,6 +134,7 @@ class Node:
                 max_context_tokens=0,
                 transports=transports,
                 fault=fault,
+                ssd_path=str(self.tiers.path) if self.tiers is not None else "",
             ),
             30,
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from llguidance import LLMatcher
 
+from kvmesh.drafts.speculator import Speculator
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import Runner, shard_layout
 from kvmesh.engine.sampler import TokensInFlight
@@ -124,12 +125,22 @@ class Request:
 class World:
     """Front and rank. `ahead`: steps are launched ahead, else each is waited for."""
 
-    def __init__(self, device: Device, ahead: bool = True) -> None:
+    def __init__(self, device: Device, ahead: bool = True, speculator: Speculator | None = None) -> None:
         self.device, self.memory = device, device.memory
         self.said: deque[m.ToFront] = deque()
         pusher = Pusher(device.engine, device.layout, 0, self.said.append)
         begin = self._begin if ahead else None
-        self.steps = Steps(device.runner, pusher, BLOCK, self.said.append, begin, grammars=device.grammars)
+        self.speculator = speculator
+        self.kept = 0  # tokens that drafts foresaw
+        self.steps = Steps(
+            device.runner,
+            pusher,
+            BLOCK,
+            self.said.append,
+            begin,
+            grammars=device.grammars,
+            speculator=speculator,
+        )
         self.moves = Moves(self.memory, self.said.append)
         self.launched: list[tuple[LateStep[Any], dict[int, set[int]]]] = []  # with the pages of each row
         self.prompts: deque[m.PrefillItem] = deque()
@@ -228,6 +239,7 @@ class World:
                 request.stop,
                 self._sampling(request.kind),
                 history,
+                said=m.TokenHistory(pack_tokens(request.prompt), pack_tokens(request.made)),
             )
         )
 
@@ -286,6 +298,7 @@ class World:
                     for token in sampled:
                         self._first(self.requests[token.handle], token)
                 case m.DecodeStepDone() as step:
+                    self.kept += sum(kept for _, _, kept in step.drafts)
                     for made in step.tokens:
                         self._token(self.requests[made.handle], made, made.handle in step.held)
                     assert set(step.held) <= {token.handle for token in step.tokens if token.finish}

@@ -12,6 +12,7 @@ from kvmesh.blockservice.tiers.parts import TierSettings
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction import BUILT_IN, ORDERS, make_order
 from kvmesh.kvcache.tiers import MARK
+from kvmesh.membership.places import instance_of
 from kvmesh.ranks.transfer_config import TransferConfig
 
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http")  # that obstore takes
@@ -134,9 +135,12 @@ def make_ssd_folder(ssd_path: str) -> None:
 
 def checked_id(instance_id: str, node_id: str, role: str) -> str:
     """Returns the instance's name, made of role, node and pid when none is given. Raises ConfigError when it looks like
-    the name of a tier."""
+    the name of a tier, or of a place of another instance."""
     name = instance_id or f"{role}-{node_id}-{os.getpid()}"
     if MARK in name:
         field, value = ("instance_id", instance_id) if instance_id else ("node_id", node_id)
         raise ConfigError(f"{field}={value!r}: must not hold {MARK!r}, which sets off the tiers of a node", field=field)
+    if instance_of(name) != name:
+        why = "must not end in .dp and a number, which names a data-parallel place of an instance"
+        raise ConfigError(f"instance_id={instance_id!r}: {why}", field="instance_id")
     return name

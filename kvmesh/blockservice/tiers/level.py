@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from kvmesh.blockservice.tiers.brain import TierSource
 from kvmesh.blockservice.tiers.parts import Health, TierPart, TierSettings, counters_of, make_part, opening
@@ -103,10 +103,13 @@ class TierLevel:
             if not part.opened.done():
                 part.opened.set_result(cause)
 
-    def gauge(self) -> None:
-        """Sets the tier's gauges."""
-        names.NODE_TIER_BLOCKS.labels(tier=self.label).set(sum(len(part.contents) for part in self.parts.values()))
-        names.NODE_TIER_USED.labels(tier=self.label).set(self.counters.used_bytes)
+    @property
+    def gauges(self) -> dict[Gauge, float]:
+        """The tier's gauges."""
+        return {
+            names.NODE_TIER_BLOCKS.labels(tier=self.label): sum(len(part.contents) for part in self.parts.values()),
+            names.NODE_TIER_USED.labels(tier=self.label): self.counters.used_bytes,
+        }
 
     @property
     def counters(self) -> pb.TierCounters:

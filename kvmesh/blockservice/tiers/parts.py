@@ -201,7 +201,7 @@ def opening(settings: TierSettings, part: TierPart, rank: int, ranks: int) -> m.
         room = part.shard_bytes or MIXED_BYTES
         owner = f"{owner} rank {rank}/{ranks}"
         return m.TierOpen(part.tier, part.number, settings.url, owner, 0, room, not part.shard_bytes)
-    path = settings.path / f"rank-{rank}"
+    path = Path(f"rank-{rank}")
     if settings.layouts or part.kept is not None:
         path /= hashlib.sha256(identity(part.layout, part.shard_bytes).encode()).hexdigest()[:32]
     capacity = int(settings.capacity_bytes // ranks // max(settings.layouts, 1) * _share(settings, part))

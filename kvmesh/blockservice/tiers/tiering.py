@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from prometheus_client import Gauge
+
 from kvmesh.blockservice.partitions import Partition, Partitions, unused
 from kvmesh.blockservice.peer_segments import SegmentRank
 from kvmesh.blockservice.removals import Watch
@@ -404,8 +406,11 @@ class Tiering:
             if part.ready and (used := part.take_used()) is not None:
                 for rank in range(len(self._ranks)):
                     self._ranks.send(rank, m.TierUsed(part.tier, part.number, *used))
-        for level in self.levels:
-            level.gauge()
+
+    @property
+    def gauges(self) -> dict[Gauge, float]:
+        """The gauges of all tiers."""
+        return {gauge: value for level in self.levels for gauge, value in level.gauges.items()}
 
     @property
     def usages(self) -> list[pb_store.TierUsage]:
@@ -427,6 +432,10 @@ class Tiering:
 
 
 def _would_lose(followed: FollowedPartition, blocks: int) -> bool:
-    """Whether `blocks` more blocks would evict one that no tier has, and the first could take."""
-    going = followed.partition.store.coldest(blocks - unused(followed.partition))
+    """Whether `blocks` more blocks would evict one that no tier has, and the first could take; or find no room because
+    a tier is reading others just now, which can go afterwards."""
+    needed = blocks - unused(followed.partition)
+    going = followed.partition.store.coldest(needed)
+    if len(going) < needed and followed.writes:
+        return True
     return any(key not in followed and followed.takes(key) for key in going)

@@ -6,15 +6,19 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.doctor.findings import MARKS, Finding, screen
-from kvmesh.errors import ConfigError
+from kvmesh.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from kvmesh.cli.doctor.machines import RankMachine
 
 
 def findings(root: Path = Path("/")) -> list[Finding]:
@@ -83,13 +87,18 @@ def doctor(
     ] = None,
     listen: Annotated[bool, typer.Option("--listen", help="Wait for doctors of other hosts, until Ctrl-C.")] = False,
     model: Annotated[
-        str, typer.Option(help="Say as well how many ranks can share this checkpoint folder's model.", metavar="PATH")
+        str,
+        typer.Option(
+            help="Say as well how many ranks can share this checkpoint's model, and whether it fits this machine and "
+            "those that lend ranks to the mesh that runs here (or that --store names).",
+            metavar="PATH",
+        ),
     ] = "",
     mesh: Annotated[bool, typer.Option("--mesh", help="Look at a running mesh, from this machine.")] = False,
     conductor: Annotated[
         str, typer.Option(help="With --mesh: its conductors; by default KVMESH_CONDUCTOR, or the mesh that runs here.")
     ] = "",
-    store: Annotated[str, typer.Option(help="With --mesh: its store masters, KVMESH_STORE.")] = "",
+    store: Annotated[str, typer.Option(help="With --mesh or --model: its store masters, KVMESH_STORE.")] = "",
     redis: Annotated[str, typer.Option(help="With --mesh: its Redis, KVMESH_REDIS.", metavar="redis://...")] = "",
     gateway: Annotated[str, typer.Option(help="With --mesh: its gateway (gRPC).", metavar="HOST:PORT")] = "",
     host: Annotated[str, typer.Option(help="With --listen: the address to listen on; empty: all.")] = "",
@@ -126,6 +135,8 @@ def doctor(
 
         kvmesh doctor --model ~/models/Qwen3-32B
 
+        kvmesh doctor --model ~/models/Qwen3-235B-A22B --store 10.0.0.1:7002
+
         kvmesh doctor --mesh --conductor 10.0.0.1:7001 --gateway 10.0.0.1:8001
 
         kvmesh doctor --listen
@@ -141,7 +152,9 @@ def doctor(
     else:
         _refuse("only --listen takes one", port=port, host=host)
     if not mesh:
-        _refuse("only --mesh takes one", conductor=conductor, store=store, redis=redis, gateway=gateway)
+        _refuse("only --mesh takes one", conductor=conductor, redis=redis, gateway=gateway)
+    if not mesh and not model:
+        _refuse("only --mesh and --model take one", store=store)
     if mesh:
         from kvmesh.cli.doctor import mesh as doctor_mesh
 
@@ -162,7 +175,7 @@ def doctor(
             code = call(peer or "", token, plan, as_json=as_json)
     else:
         _refuse("only --listen and --peer take any", transports=transports, nics=nics)
-        code = _here(as_json, model)
+        code = _here(as_json, model, store)
     if code:
         raise typer.Exit(code)
 
@@ -174,13 +187,43 @@ def _refuse(why: str, **options: object) -> None:
             raise ConfigError(f"{key}={value!r}: {why}", field=key)
 
 
-def _here(as_json: bool, model: str) -> int:
+def _machines(store: str) -> list[RankMachine]:
+    """Returns this machine, and those that lend ranks to the mesh of the store masters `store`, else of KVMESH_STORE,
+    else that runs here. Raises Unavailable where masters that were named do not answer."""
+    from kvmesh.cli import probe, runs
+    from kvmesh.cli.doctor.machines import RankMachine, lenders
+    from kvmesh.instance.rank_lending import gpu_memory, memory_for_ranks
+    from kvmesh.rpc import security
+    from kvmesh.rpc.addresses import split
+
+    here = RankMachine("this machine", len(gpu_memory()), memory_for_ranks())
+    named, run = store or os.environ.get("KVMESH_STORE", ""), None
+    if not named:
+        with suppress(ConfigError):
+            run = runs.find_running(None)
+    runs.secure(run)
+    masters = named or (runs.masters(run) if run is not None else "")
+    if not masters:
+        return [here]
+    hosts = probe.rank_hosts(split(masters), tls=security.current())
+    if hosts is None and named:
+        why = (
+            "no store master answers there: is the mesh up, and are its certificates in KVMESH_TLS_CERT, _KEY and _CA?"
+        )
+        raise Unavailable(f"store={named!r}: {why}", field="store")
+    return [here, *lenders(hosts or ())]
+
+
+def _here(as_json: bool, model: str, store: str) -> int:
     """Looks at this machine and shows it; the exit status."""
+    machines = _machines(store) if model else []
     found = findings()
     if model:
         from kvmesh.cli.doctor.fits import fits
+        from kvmesh.cli.doctor.machines import findings as fits_machines
 
         found += [dataclasses.replace(one, group=f"ranks that can share {model}") for one in fits(model)]
+        found += [dataclasses.replace(one, group=f"machines for {model}") for one in fits_machines(model, machines)]
     out = console()
     if as_json:
         out.out(json.dumps([dataclasses.asdict(one) for one in found], indent=2), highlight=False)

@@ -7,11 +7,19 @@ from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError
 
 SIZES = range(2, 65)
-WHAT = {"tp": "heads and MLPs (tp)", "pp": "stages of layers (pp)"}
+BLOCK_TOKENS = 64  # as `kvmesh up` has them by default
+WHAT = {
+    "tp": "heads and MLPs (tp)",
+    "pp": "stages of layers (pp)",
+    "cp": "contexts, of prompts and rows (cp)",
+    "tp=N,dcp": "contexts, at tp's ranks (dcp)",
+    "ep=dp,dp": "experts, requests apart (dp)",
+}
 
 
 def fits(path: str) -> list[Finding]:
-    """Says of a checkpoint folder which sizes each axis may have. Raises CheckpointError."""
+    """Says of a checkpoint folder which sizes each axis may have, contexts with blocks of `BLOCK_TOKENS`. Raises
+    CheckpointError."""
     from kvmesh.engine.checkpoint import open_checkpoint
     from kvmesh.engine.parallel import check_shares
     from kvmesh.engine.stages import check_stages
@@ -20,10 +28,11 @@ def fits(path: str) -> list[Finding]:
     for name, what in WHAT.items():
         good, why = [], ""
         for size in SIZES:
-            axes = Axes.parse(f"{name}={size}")
+            axes = Axes.parse(f"{name}={size}".replace("N", str(size)))
             try:
                 check_shares(config, axes)
                 check_stages(config, axes)
+                axes.check_blocks(BLOCK_TOKENS)
             except ConfigError as error:
                 why = why or error.message
             else:

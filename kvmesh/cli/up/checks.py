@@ -81,7 +81,9 @@ def check_redis(settings: MeshSettings) -> None:
 
 
 def check_ranks(settings: MeshSettings) -> None:
-    """Raise ConfigError that names the flag unless every model can be shared by as many ranks. Models are folders."""
+    """Raise ConfigError that names the flag unless every model can be shared by as many ranks, and each has a GPU where
+    they compute on GPUs. Models are folders."""
+    _check_gpus(settings)
     shared = {settings.axes_key(one): axes for one in INSTANCES if (axes := settings.axes(one)).world > 1}
     if not shared:
         return
@@ -95,10 +97,29 @@ def check_ranks(settings: MeshSettings) -> None:
             try:
                 check_shares(config, axes)
                 check_stages(config, axes)
+                axes.check_blocks(settings.block_tokens)
             except ConfigError as err:
                 why = err.message.partition(": ")[2]
                 text = f"{key}={getattr(settings, key)}: {why} in {served.path} (--{key.replace('_', '-')})"
                 raise ConfigError(text, field=key) from None
+
+
+def _check_gpus(settings: MeshSettings) -> None:
+    for service in INSTANCES:
+        axes, hosts = settings.axes(service), settings.hosts(service)
+        here = axes.world // hosts
+        if here > 1 and any(group.device == "cuda" for group in settings.groups(service)):
+            from kvmesh.instance.rank_lending import gpu_memory
+
+            have = len(gpu_memory())
+            if 0 < have < here:
+                more = next(
+                    n for n in range(hosts + 1, axes.world + 1) if not axes.world % n and axes.world // n <= have
+                )
+                key, flag = settings.axes_key(service), f"--{service}-hosts {more}"
+                why = f"{here} ranks here want a GPU each, and this machine has {have}: give {flag}, and have other"
+                why += " machines lend theirs (kvmesh up --join ... --as ranks)"
+                raise ConfigError(f"{key}={getattr(settings, key)}: {why}", field=key)
 
 
 def check_tiers(settings: MeshSettings) -> None:

@@ -35,7 +35,9 @@ HELP = f"""Start a whole mesh on this machine: store master, conductor, prefill,
 Waits until all are ready, asks the model something, prints the streamed answer, and keeps the services running \
 until Ctrl-C. A service that dies is started again.
 
-Over several machines: --host ADDRESS on one of them, --join ADDRESS on each other one (docs/operate/multi-host.md).
+Over several machines: --host ADDRESS on one of them, --join ADDRESS on each other one (docs/operate/multi-host.md). \
+A model that needs more than one machine: --decode-mesh and --decode-hosts there, --join ADDRESS --as ranks on the \
+others (docs/operate/rank-hosts.md).
 
 {serve.PRECEDENCE}
 
@@ -61,6 +63,10 @@ Examples:
 
     kvmesh up --join 10.0.0.1 --prefill 1 --decode 2
 
+    kvmesh up --host 10.0.0.1 --model ./large --device cuda --decode-mesh tp=16 --decode-hosts 2
+
+    kvmesh up --join 10.0.0.1 --model ./large --as ranks
+
     kvmesh up --model ./chat-model --add-model code=./code-model
 
     kvmesh up --model Qwen/Qwen3-0.6B --slo-ttft 2000 --slo-tbt 200 --http-port 9000
@@ -68,6 +74,7 @@ Examples:
 
 DEFAULT_PROMPT = "In one sentence: what is a key-value cache in a language model?"
 PROMPT_TOKENS = 64
+MACHINES_S = 7 * 86400.0  # for others to join; Ctrl-C ends it
 LOADING_S = 1800.0  # a large checkpoint from a slow disk; a service that dies is noticed at once
 
 
@@ -112,6 +119,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     from kvmesh.cli.up import mesh as meshes
     from kvmesh.cli.up.checks import check_own_ports, check_ranks, check_reach, check_redis, check_tiers
     from kvmesh.cli.up.hashing import fingerprints
+    from kvmesh.cli.up.rank_hosts import RankHostWatch, machines_wanted
     from kvmesh.cli.up.screen import StartProgress, joins
 
     settings = joining.advertised(settings)
@@ -137,12 +145,14 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     mesh = meshes.Mesh(settings)
     progress = StartProgress(out, mesh.processes)
     mesh.listen(progress)
-    with _Signals(told, mesh):
+    watch = RankHostWatch(mesh, lambda line: out.print(line, soft_wrap=True), _join_line(mesh, " --as ranks"))
+    with _Signals(told, mesh), watch:
         try:
             with progress:
                 mesh.start()
                 runs.point_latest(mesh.run_dir)
-                mesh.wait_ready(LOADING_S, stopped=told)
+                # Machines that lend ranks come when somebody starts them.
+                mesh.wait_ready(MACHINES_S if machines_wanted(settings) else LOADING_S, stopped=told)
                 if not told.is_set():
                     progress.done()
             answered = bool(settings.join) or _serves(out, mesh, told)
@@ -160,6 +170,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
             return 0
         finally:
             progress.silence()
+            watch.silence()
             out.print("\nstopping ...")
             mesh.stop()
             out.print("stopped; nothing is left running")
@@ -254,6 +265,14 @@ def _part(mesh: Mesh) -> tuple[str, ...]:
     """Says how to go on with a machine that has joined."""
     assert mesh.settings.joined is not None, "it was asked before anything was started"
     kvmesh, conductor = program(), ",".join(mesh.settings.joined.conductors)
+    if mesh.settings.lends:
+        return (
+            f"\n[bold green]This machine lends ranks to the mesh of {conductor}[/]",
+            f"[bold]Logs[/]    {mesh.run_dir}/logs",
+            "",
+            "Instances there start ranks here when they need them. Ctrl-C takes the machine away: an instance that has",
+            "ranks here ends, its requests go on elsewhere, and it waits for another machine.",
+        )
     return (
         f"\n[bold green]This machine serves in the mesh of {conductor}[/]",
         f"[bold]Logs[/]    {mesh.run_dir}/logs",
@@ -319,11 +338,18 @@ def _kept_here(settings: MeshSettings) -> tuple[str, ...]:
 
 def _invitation(mesh: Mesh) -> tuple[str, ...]:
     """The command for other machines, where they can join."""
-    settings = mesh.settings
-    if not settings.address:
+    if not mesh.settings.address:
         return ()
+    return ("[bold]Another machine joins with[/]", f"  {_join_line(mesh)}", "")
+
+
+def _join_line(mesh: Mesh, more: str = "") -> str:
+    """The command with which another machine joins."""
+    settings = mesh.settings
     conductors = ",".join(one.spec.address for one in mesh.processes.values() if one.spec.service == "conductor")
-    if settings.advertise_host:
+    if settings.joined:
+        conductors = ",".join(settings.joined.conductors)
+    elif settings.advertise_host:
         from kvmesh.rpc.server import join
 
         ports = (one.rpartition(":")[2] for one in conductors.split(","))
@@ -333,4 +359,4 @@ def _invitation(mesh: Mesh) -> tuple[str, ...]:
         flags += " --tls-cert FILE --tls-key FILE --tls-ca FILE"
     if settings.transfer_network == "trusted":
         flags += " --transfer-network trusted"
-    return ("[bold]Another machine joins with[/]", f"  {program()} up --join {conductors}{flags}", "")
+    return f"{program()} up --join {conductors}{more}{flags}"

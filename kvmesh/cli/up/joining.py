@@ -196,6 +196,8 @@ def fitted(
 
 def _model(settings: MeshSettings, found: FoundMesh, prints: Mapping[str, str], named: bool) -> MeshSettings:
     """With the mesh's name, dtype and block size. A mesh without instances takes any."""
+    if settings.lends and found.cards and prints[settings.model] not in {card["fingerprint"] for card in found.cards}:
+        raise _other_model(settings.model, found, prints, "model")
     if not found.cards or not settings.ranks:
         return settings
     for at, served in enumerate(settings.served):
@@ -203,11 +205,7 @@ def _model(settings: MeshSettings, found: FoundMesh, prints: Mapping[str, str], 
         equal = [card for card in found.cards if card["fingerprint"] == mine]
         card = next((card for card in equal if card["name"] == served.name), equal[0] if equal else None)
         if card is None:
-            serves = ", ".join(sorted({f"{card['name']} ({card['fingerprint'][:12]})" for card in found.cards}))
-            why = (
-                f"the mesh at {found.at} serves {serves}, this checkpoint is {mine[:12]}; give a folder of the same one"
-            )
-            raise ConfigError(f"model={served.path!r}: {why}", field="add_model" if at else "model")
+            raise _other_model(served.path, found, prints, "add_model" if at else "model")
         if (theirs := int(card.get("weights_epoch", 0))) != settings.weights_epoch:
             why = f"the mesh at {found.at} serves epoch {theirs} of {card['name']}, and KV goes within one epoch alone"
             raise ConfigError(f"weights_epoch={settings.weights_epoch}: {why}", field="weights_epoch")
@@ -222,6 +220,13 @@ def _model(settings: MeshSettings, found: FoundMesh, prints: Mapping[str, str], 
                 raise ConfigError(f"{key}={getattr(settings, key)!r}: {why}", field=key)
         settings = dataclasses.replace(settings, **fits, **({} if at else {"served_name": card["name"]}))
     return settings
+
+
+def _other_model(path: str, found: FoundMesh, prints: Mapping[str, str], key: str) -> ConfigError:
+    serves = ", ".join(sorted({f"{card['name']} ({card['fingerprint'][:12]})" for card in found.cards}))
+    mine = prints[path][:12]
+    why = f"the mesh at {found.at} serves {serves}, this checkpoint is {mine}; give a folder of the same one"
+    return ConfigError(f"model={path!r}: {why}", field=key)
 
 
 def _default(key: str) -> object:
@@ -259,4 +264,4 @@ def joined(settings: MeshSettings, *, named: bool) -> tuple[MeshSettings, FoundM
 
 def _fingerprints(settings: MeshSettings) -> dict[str, str]:
     """Returns the fingerprint of every model's checkpoint, by folder; pool nodes alone need none."""
-    return fingerprints([served.path for served in settings.served] if settings.ranks else [])
+    return fingerprints([served.path for served in settings.served] if settings.ranks or settings.lends else [])

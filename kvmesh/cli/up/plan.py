@@ -179,6 +179,8 @@ def processes(settings: MeshSettings) -> list[Planned]:
         for i, group in enumerate(group for group in settings.groups(service) for _ in range(group.count))
     ]
     pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
+    if settings.lends:
+        return [Planned("ranks", "ranks")]
     if settings.join:
         return [*pools, *instances]
     return [
@@ -217,7 +219,7 @@ def _names(service: str, count: int) -> list[str]:
 
 
 OPERATOR = "operator"  # whose certificate the command line has
-_CERTIFIED = dict.fromkeys(INSTANCES, CallerRole.INSTANCE) | {
+_CERTIFIED = dict.fromkeys((*INSTANCES, "ranks"), CallerRole.INSTANCE) | {
     "pool": CallerRole.STORE,
     "store": CallerRole.STORE,
     "conductor": CallerRole.CONDUCTOR,
@@ -323,7 +325,8 @@ def _own_flags(
         "store": {"redis": redis},
         "conductor": {"store": store, "redis": redis, "peers": conductor},
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb},
-        **{one: {**instance, "mesh": str(settings.axes(one))} for one in INSTANCES},
+        "ranks": {"store": store, "model": settings.model},
+        **{one: {**instance, "mesh": str(settings.axes(one)), **_rank_hosts(settings, one)} for one in INSTANCES},
         "gateway": {
             "host": settings.host,
             "http_port": http_port,
@@ -334,6 +337,12 @@ def _own_flags(
             "quota_redis": redis if settings.api_keys else "",
         },
     }
+
+
+def _rank_hosts(settings: MeshSettings, service: str) -> dict[str, Any]:
+    """How many further machines the ranks of an instance are on."""
+    further = settings.hosts(service) - 1
+    return {"rank_hosts": str(further)} if further else {"rank_network": ""}
 
 
 def memory_parts(settings: MeshSettings, available: int, device: str = "") -> dict[str, int]:

@@ -40,7 +40,8 @@ def joins(settings: MeshSettings, found: FoundMesh) -> str:
         f"  conductors     {', '.join(settings.joined.conductors)}",
         f"  store masters  {', '.join(settings.joined.masters)}",
         f"  this machine   {escape(settings.node_id)}, others dial it at {settings.advertise_host}"
-        + (f"; {escape(serves)}" if settings.ranks else ""),
+        + (f"; {escape(serves)}" if settings.ranks else "")
+        + ("; lends ranks" if settings.lends else ""),
     )
     return "\n".join(lines)
 
@@ -80,7 +81,8 @@ class StartProgress:
         self.__exit__()
         with self._lock:
             self._done = True
-        self._out.print(f"[green]✓[/] {len(self._states)} services are up ({time.monotonic() - self._start:.1f} s)")
+        are = "service is" if len(self._states) == 1 else "services are"
+        self._out.print(f"[green]✓[/] {len(self._states)} {are} up ({time.monotonic() - self._start:.1f} s)")
 
     def silence(self) -> None:
         """Show nothing more: the mesh is being stopped."""

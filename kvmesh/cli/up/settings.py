@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvmesh.instance.config import InstanceConfig
 from kvmesh.ranks.transfer_config import TransferConfig, check
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.decode.config import DecodeConfig
 from kvmesh.services.gateway.config import GatewayConfig
 
 _PORT = {"min": 0, "max": 65535}
@@ -109,6 +110,28 @@ class MeshSettings:
     coupled_mesh: str = field(
         default="", metadata={"help": "The same of each coupled instance.", "metavar": "AXIS=N,..."}
     )
+    prefill_hosts: int = field(
+        default=1,
+        metadata={
+            "help": "Machines that the ranks of each prefill instance are on: this one and those that join with "
+            "--as ranks (docs/operate/rank-hosts.md).",
+            "metavar": "N",
+            **_RANKS,
+        },
+    )
+    decode_hosts: int = field(
+        default=1, metadata={"help": "The same of each decode instance.", "metavar": "N", **_RANKS}
+    )
+    coupled_hosts: int = field(
+        default=1, metadata={"help": "The same of each coupled instance.", "metavar": "N", **_RANKS}
+    )
+    rank_network: str = same_as(
+        InstanceConfig,
+        "rank_network",
+        help="Interface (eth1) or network (10.0.0.0/8) over which ranks on several machines compute; under TLS "
+        "it must be named, which says that it is trusted. Empty: the way to the other machines.",
+        metavar="INTERFACE|NETWORK",
+    )
     masters: int = field(
         default=1, metadata={"help": "Store masters, of which one leads; several need --redis.", "min": 1, "max": 9}
     )
@@ -171,6 +194,16 @@ class MeshSettings:
             "metavar": "HOST[:PORT],...",
         },
     )
+    join_as: str = field(
+        default="instances",
+        metadata={
+            "help": "What this machine gives with --join: instances of its own (and pool nodes), or ranks to instances "
+            "of other machines (their --prefill-hosts, --decode-hosts, --coupled-hosts).",
+            "choices": ("instances", "ranks"),
+            "metavar": "instances|ranks",
+            "flag": "--as",
+        },
+    )
     node_id: str = same_as(
         ServiceConfig, "node_id", default="", help="Name of this machine in the mesh; empty: its host name."
     )
@@ -203,6 +236,8 @@ class MeshSettings:
         help="Number of these weights where you give them one; KV is shared within one epoch alone "
         "(docs/reference/models.md).",
     )
+    speculate: str = same_as(DecodeConfig, "speculate")
+    max_draft_tokens: int = same_as(DecodeConfig, "max_draft_tokens")
     memory_mb: int = same_as(
         InstanceConfig,
         "memory_mb",
@@ -301,6 +336,9 @@ class MeshSettings:
         self._check_addresses()
         if self.join:
             self._check_join()
+        elif self.lends:
+            why = "a machine lends ranks to a mesh that it joins: give --join HOST as well"
+            raise ConfigError(f"as={self.join_as!r}: {why}", field="as")
         if self.http_port and self.http_port == self.grpc_port:
             raise ConfigError(
                 f"grpc_port={self.grpc_port}: is http_port too; choose another with --grpc-port", field="grpc_port"
@@ -320,6 +358,7 @@ class MeshSettings:
                 key = self.axes_key(service)
                 why = f"there are no {service} instances: give --{service} as well"
                 raise ConfigError(f"{key}={getattr(self, key)}: {why}", field=key)
+            self._check_hosts(service)
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")
@@ -356,6 +395,13 @@ class MeshSettings:
                 why = "the mesh that is joined has its own: leave it out with --join"
                 shown = without_password(value) if isinstance(value, str) else value
                 raise ConfigError(f"{key}={shown!r}: {why}", field=key)
+        if self.lends:
+            usual = {one.name: one.default for one in fields(self)}
+            parts = [f"{service}{part}" for service in INSTANCES for part in ("", "_tp", "_mesh", "_hosts")]
+            for key in ("add_model", "pool", *parts):
+                if (value := getattr(self, key)) != usual[key]:
+                    why = "with --as ranks this machine gives ranks to others, and nothing else: leave it out"
+                    raise ConfigError(f"{key}={value!r}: {why}", field=key)
         if self.tls:
             why = "its certificates would be this run's alone: with --join give --tls-cert, --tls-key and --tls-ca"
             raise ConfigError(f"tls=True: {why} (docs/operate/security.md)", field="tls")
@@ -363,9 +409,51 @@ class MeshSettings:
             given = "http_tls" if self.http_tls else "http_tls_cert"
             why = "the REST port is at the mesh that is joined: leave it out with --join"
             raise ConfigError(f"{given}={getattr(self, given)!r}: {why}", field=given)
-        if not (self.pool or any(self.count(key) for key in INSTANCES)):
+        if not (self.lends or self.pool or any(self.count(key) for key in INSTANCES)):
             why = "nothing would be started: with --join give --prefill, --decode, --coupled or --pool"
             raise ConfigError(f"join={self.join!r}: {why}", field="join")
+
+    def _check_hosts(self, service: str) -> None:
+        """Raises ConfigError unless the ranks of each instance of `service` can be on as many machines as asked for."""
+        key, hosts, axes = f"{service}_hosts", self.hosts(service), self.axes(service)
+        flag = f"--{key.replace('_', '-')}"
+        if hosts == 1:
+            return
+        if axes.world == 1:
+            why = (
+                f"an instance of one rank is on one machine: say how it is cut with --{service}-mesh, as in tp={hosts}"
+            )
+            raise ConfigError(f"{key}={hosts}: {why}", field=key)
+        if axes.dp > 1:
+            why = f"the ranks of dp={axes.dp} groups are on one machine; start --{service} on each of several machines"
+            raise ConfigError(f"{key}={hosts}: {why}", field=key)
+        if axes.world % hosts:
+            why = f"{hosts} machines do not have equal parts of {axes.world} ranks ({axes})"
+            raise ConfigError(f"{key}={hosts}: {why}", field=key)
+        if not self.address and not self.join:
+            why = "no other machine reaches a mesh on 127.0.0.1: give --host ADDRESS, this machine's own"
+            raise ConfigError(f"{key}={hosts}: {why}", field=key)
+        if (self.tls or self.tls_cert or self.tls_ca) and not self.rank_network:
+            why = (
+                f"{flag} {hosts} under TLS needs the network that ranks compute over, which is not encrypted: name the "
+                "interface or network that you trust, as in --rank-network 10.0.0.0/24"
+            )
+            raise ConfigError(f"rank_network='': {why}", field="rank_network")
+        if self.add_model:
+            why = f"a mesh with instances on several machines ({flag} {hosts}) has none"
+            raise ConfigError(f"add_model={self.add_model!r}: {why}", field="add_model")
+        if self.tls:
+            why = f"with {flag} {hosts} other machines need certificates, too: give --tls-cert, --tls-key and --tls-ca"
+            raise ConfigError(f"tls=True: {why} (docs/operate/multi-host.md)", field="tls")
+
+    @property
+    def lends(self) -> bool:
+        """Whether this machine gives ranks to instances elsewhere, and nothing else."""
+        return self.join_as == "ranks"
+
+    def hosts(self, service: str) -> int:
+        """On how many machines the ranks of each instance of `service` are."""
+        return int(getattr(self, f"{service}_hosts"))
 
     @property
     def address(self) -> str:
@@ -389,13 +477,13 @@ class MeshSettings:
 
     @property
     def ranks(self) -> int:
-        """Rank processes of all instances together."""
+        """Rank processes of all instances on this machine together."""
         return sum(self.ranks_on(device) for device in {group.device for group in self._groups()})
 
     def ranks_on(self, device: str) -> int:
-        """Rank processes of all instances on `device`, as `groups` names it."""
+        """Rank processes of all instances on `device` of this machine, as `groups` names it."""
         a_model = sum(
-            group.count * self.axes(service).world
+            group.count * self.axes(service).world // self.hosts(service)
             for service in INSTANCES
             for group in self.groups(service)
             if group.device == device
@@ -403,7 +491,10 @@ class MeshSettings:
         return len(self.served) * a_model
 
     def groups(self, service: str) -> tuple[InstanceGroup, ...]:
-        """The instances of `service` that each model gets, device and dtype of every group filled in."""
+        """The instances of `service` that each model gets, device and dtype of every group filled in; none where this
+        machine lends ranks."""
+        if self.lends:
+            return ()
         return tuple(
             InstanceGroup(group.count, group.device or self.device, group.dtype or self.dtype)
             for group in groups_of(service, getattr(self, service))

@@ -42,9 +42,14 @@ def seen_from(position: int, window: int, chunk: int) -> int:
 
 
 class StepPlan(Protocol):
-    """Attends for one step, layer by layer. `positions` is int64 `[T]` on the device."""
+    """Attends for one step, layer by layer. `positions` is int64 `[T]` on the device. Where the ranks of cp share the
+    step's tokens, `own` has the numbers of those that this rank computes, `counts` how many each rank has, and `back`
+    where each token is among those of all ranks, one rank's behind the other's."""
 
     positions: torch.Tensor
+    own: torch.Tensor | None = None
+    back: torch.Tensor | None = None
+    counts: Sequence[int] = ()
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         """Writes K and V of all tokens of the step, as they are in `qkv`, into the pages of `layer`."""
@@ -143,6 +148,15 @@ class AttentionBackend(PagedMemory, ABC):
         if not pages:
             return self.plan_prefill(spans)
         return MixedPlan(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
+
+    def plan_drafts(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
+    ) -> StepPlan:
+        """Plans as `plan_mixed` does a step in which request i has `lengths[i]` rows, in order, at positions that
+        follow each other. A plan writes the K and V of all tokens before any attends, so that each row, at its own
+        position, sees exactly those before it: nothing else is to be done unless a backend reads K and V of a request
+        once for all of its rows."""
+        return self.plan_mixed(pages, positions, spans)
 
     def step_tables(self, rows: int, width: int) -> StepTables:
         """Returns what decode steps of up to `rows` rows of `width` pages read when they are replayed. Only of a

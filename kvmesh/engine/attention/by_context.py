@@ -94,7 +94,7 @@ def deal_tokens(sequences: Sequences, ranks: int) -> tuple[Deal, ...]:
 
 class ContextAttention:
     """Attends over the pages of `backend`, which hold this rank's share of every context; it has a page table for each
-    request that is the same at every rank (`context.pages_of`). Plans are valid until the next one is made."""
+    request that is the same at every rank (`kvmesh.engine.context`). Plans are valid until the next one is made."""
 
     capturable = False
 
@@ -125,6 +125,13 @@ class ContextAttention:
         tables = [*pages, *(span.pages for span in spans)]
         return ContextPlan(self, Sequences(starts, lengths), tables)
 
+    def plan_drafts(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
+    ) -> ContextPlan:
+        """Plans as `AttentionBackend.plan_drafts` does: what a row of a draft sees here follows from its own
+        position."""
+        return self.plan_mixed(pages, positions, spans)
+
     def plan_prefill(self, spans: Sequence[TokenSpan]) -> ContextPlan:
         return self.plan_mixed((), (), spans)
 
@@ -149,8 +156,7 @@ class ContextAttention:
 
 
 class ContextPlan(StepPlan):
-    """Attends for one step. `own`, int64, are the numbers of the step's tokens that this rank computes; None: all of
-    them. `positions` are theirs."""
+    """Attends for one step. `positions` are those of the step's tokens that this rank computes."""
 
     def __init__(self, attention: ContextAttention, sequences: Sequences, pages: Sequence[Sequence[int]]) -> None:
         self.attention, self.sequences = attention, sequences
@@ -176,7 +182,7 @@ class ContextPlan(StepPlan):
 
     def _plan_writes(self, numbers: Column, where: Column) -> None:
         """Finds the slots of those tokens that are to lie here, among the tokens in the order in which they are
-        gathered, and clears what lies behind them in pages that they begin or end in."""
+        gathered, and clears what lies behind them in the last page, here with or without a token."""
         attention, table = self.attention, self.attention.table.ids
         share, block = attention.share, attention.block_tokens
         rows = np.repeat(np.arange(len(self.sequences.lengths)), self.sequences.lengths)[numbers]
@@ -185,12 +191,13 @@ class ContextPlan(StepPlan):
         pages = table[rows[kept], local // block].astype(np.int64)
         self.kept = None if len(kept) == len(numbers) and attention.cp.size == 1 else attention.index(kept)
         self.slots = (attention.index(pages), attention.index(local % block))
-        ends = share.local_lens(self.sequences.starts + self.sequences.lengths)
-        begins = share.local_lens(self.sequences.starts)
-        for row in np.flatnonzero((ends > begins) & (ends % block > 0)).tolist():
-            # A row that goes on within a page found it cleared.
-            if ends[row] - begins[row] > 1 or self.sequences.lengths[row] > 1 or ends[row] % block == 1:
-                attention.backend.zero_tail(int(table[row, ends[row] // block]), int(ends[row] % block))
+        starts, lengths = self.sequences.starts, self.sequences.lengths
+        last = (starts + lengths - 1) // (share.turns * block)
+        filled = share.local_lens(starts + lengths) - last * block  # of the last page: none, where a turn has not come
+        # A row that goes on within a page found it cleared.
+        begun = (lengths > 1) | (starts == last * share.turns * block)
+        for row in np.flatnonzero(begun & (filled < block)).tolist():
+            attention.backend.zero_tail(int(table[row, last[row]]), int(filled[row]))
 
     def _plan_queries(self) -> None:
         """Finds the queries that look for tokens in pages, anywhere, and what of these they see here."""

@@ -8,6 +8,7 @@ it would meet in a model of this group's layers alone. Pages that no later token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -74,19 +75,30 @@ class GroupedAttention:
     def plan_mixed(self, tables: Tables, positions: Integers, spans: Sequence[GroupedSpan]) -> GroupedPlan:
         """Plans one step of decode rows and spans, as `AttentionBackend.plan_mixed` does. Raises InternalError unless
         there is one table a group, and as `page_array` does."""
+        return self._plan(tables, positions, None, spans)
+
+    def plan_drafts(
+        self, tables: Tables, positions: Integers, lengths: Integers, spans: Sequence[GroupedSpan]
+    ) -> GroupedPlan:
+        """Plans as `AttentionBackend.plan_drafts` does. The rows of one request are one sequence of its states."""
+        return self._plan(tables, positions, lengths, spans)
+
+    def _plan(
+        self, tables: Tables, positions: Integers, lengths: Integers | None, spans: Sequence[GroupedSpan]
+    ) -> GroupedPlan:
         if any(len(span.groups) != len(self.groups) for span in spans):
             raise InternalError(f"a chunk has one table for each of {len(self.groups)} cache groups")
-        plans = [
-            backend.plan_mixed(
-                self.rows_of(tables, number, len(positions)),
-                positions,
-                [TokenSpan(span.start, span.length, span.groups[number]) for span in spans],
-            )
-            for number, backend in zip(self.tokens, self.backends, strict=True)
-        ]
+        plans = []
+        for number, backend in zip(self.tokens, self.backends, strict=True):
+            rows = self.rows_of(tables, number, len(positions))
+            own = [TokenSpan(span.start, span.length, span.groups[number]) for span in spans]
+            if lengths is None:
+                plans.append(backend.plan_mixed(rows, positions, own))
+            else:
+                plans.append(backend.plan_drafts(rows, positions, lengths, own))
         states = None
         if self._state_backend is not None:
-            states = self._state_backend.plan(self._states(tables, positions, spans))
+            states = self._state_backend.plan(self._states(tables, positions, lengths, spans))
         return GroupedPlan(self, plans, states)
 
     def rows_of(self, tables: Tables, number: int, rows: int) -> Sequence[Sequence[int]]:
@@ -97,16 +109,24 @@ class GroupedAttention:
             raise InternalError(f"{rows} rows have one table each for each of {len(self.groups)} cache groups")
         return tables[number]
 
-    def _states(self, tables: Tables, positions: Integers, spans: Sequence[GroupedSpan]) -> StateStep:
+    def _states(
+        self, tables: Tables, positions: Integers, lengths: Integers | None, spans: Sequence[GroupedSpan]
+    ) -> StateStep:
+        counts = [1] * len(positions)
+        rows: Sequence[int] = range(len(positions))
         slots = []
+        if lengths is not None:
+            counts = [int(length) for length in lengths]
+            rows = [end - length for end, length in zip(accumulate(counts), counts, strict=True)]
         for at, number in enumerate(self.states.numbers):
-            own = [row[0] for row in self.rows_of(tables, number, len(positions))]
+            named = self.rows_of(tables, number, len(positions))
+            own = [named[row][0] for row in rows]
             own += [span.groups[number][0] for span in spans]
             self.states.check(at, own)
             slots.append(tuple(own))
-        starts = (*map(int, positions), *(span.start for span in spans))
-        lengths = (*[1] * len(positions), *(span.length for span in spans))
-        return StateStep(len(positions), starts, lengths, tuple(slots))
+        starts = (*(int(positions[row]) for row in rows), *(span.start for span in spans))
+        alone = next((at for at, count in enumerate(counts) if count > 1), len(counts))
+        return StateStep(alone, starts, (*counts, *(span.length for span in spans)), tuple(slots))
 
     def step_tables(self, rows: int, width: int) -> GroupedTables:
         """Returns tables for decode steps that are replayed, as `TritonAttention.step_tables` does."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvmesh.engine.attention.backend import AttentionBackend, PageTable, StepPlan, TokenSpan
-from kvmesh.engine.batch import Integers
+from kvmesh.engine.batch import Column, Integers
 from kvmesh.engine.config import AttentionSpec
 
 
@@ -34,22 +34,37 @@ class NativeAttention(AttentionBackend):
         return self.plan_mixed(pages, positions, ())
 
     def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> StepPlan:
+        return self._plan(pages, np.asarray(positions, np.int64), np.ones(len(pages), np.int64), spans)
+
+    def plan_drafts(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
+    ) -> StepPlan:
+        """Plans the rows of one request as one run: its K and V are read once for all of them."""
+        own = np.asarray(lengths, np.int64)
+        firsts = np.cumsum(own) - own
+        return self._plan([pages[row] for row in firsts.tolist()], np.asarray(positions)[firsts], own, spans)
+
+    def _plan(
+        self, pages: Sequence[Sequence[int]], first: Column, runs: Column, spans: Sequence[TokenSpan]
+    ) -> NativePlan:
+        """Plans requests of which i has `runs[i]` tokens from position `first[i]` on, and spans behind them."""
         rows = len(pages)
         count = rows + len(spans)
         steps = np.empty(
             (count, 4), dtype=np.int32
         )  # first token of the step, length, start, rest of page to be cleared
         starts = np.empty(count, dtype=np.int64)
-        starts[:rows] = positions
+        starts[:rows] = first
         starts[rows:] = [span.start for span in spans]
-        lengths = np.ones(count, dtype=np.int64)
+        lengths = np.empty(count, dtype=np.int64)
+        lengths[:rows] = runs
         lengths[rows:] = [span.length for span in spans]
         steps[:, 0] = np.cumsum(lengths) - lengths
         steps[:, 1] = lengths
         steps[:, 2] = starts
         steps[:, 3] = self.table.update([*pages, *(span.pages for span in spans)], starts + lengths, starts)
-        where = [starts[:rows], *(np.arange(span.start, span.start + span.length) for span in spans)]
-        return NativePlan(self, torch.from_numpy(np.concatenate(where)), torch.from_numpy(steps))
+        where = np.arange(lengths.sum()) + np.repeat(starts - steps[:, 0], lengths)
+        return NativePlan(self, torch.from_numpy(where), torch.from_numpy(steps))
 
 
 class NativePlan(StepPlan):

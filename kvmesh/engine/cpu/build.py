@@ -25,8 +25,8 @@ PROOF_S = 120
 
 
 def compile_into(folder: Path) -> Path:
-    """Returns the library in `folder`, compiled unless it is there; older builds in that folder are removed. Raises
-    BuildFailed, or OSError (folder not writable)."""
+    """Returns the library in `folder`, compiled unless it is there; all but the newest few builds in that folder are
+    removed. Raises BuildFailed, or OSError (folder not writable)."""
     return compiling.install(folder / native.file_name(), compile_to, ["kvmesh-*.so", f"kvmesh-*{native.PROVEN}"])
 
 

@@ -1,6 +1,6 @@
 """DeepSeek V2, V3 and R1, and Kimi K2, which is V3 in other sizes: latent attention in every layer; the first layers
 are dense, the others have experts (`config_experts`: chosen by softmax, or by sigmoid and correction, within groups)
-and one that every token has. Layers for predicting several tokens at once are not loaded."""
+and one that every token has. The head that predicts one token more is in `mtp`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvmesh.engine.weights import Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
-    layers = []
-    for index in weights.layers:
-        attention = LatentAttention(config, weights, layer_prefix(index) + "self_attn.")
-        layers.append(DecoderLayer(config, weights, index, attention, mlp_or_experts(config, weights, index)))
-    return DecoderModel(config, weights, layers)
+    return DecoderModel(config, weights, [build_layer(config, weights, index) for index in weights.layers])
+
+
+def build_layer(config: ModelConfig, weights: Weights, index: int) -> DecoderLayer:
+    attention = LatentAttention(config, weights, layer_prefix(index) + "self_attn.")
+    return DecoderLayer(config, weights, index, attention, mlp_or_experts(config, weights, index))

@@ -20,9 +20,10 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine.axes import Axes
+from kvmesh.engine.capture import bucket_for
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.models.experts import Experts
-from kvmesh.engine.parallel import Group, share
+from kvmesh.engine.parallel import Group, RankMesh, share
 from kvmesh.engine.weights import Weights
 
 MOST_PADDED = 256  # tokens of a step at one rank, up to which dummy rows cost less than counts that the host reads
@@ -54,19 +55,24 @@ class Dispatch(Protocol):
 class StepRounds:
     """Keeps data-parallel ranks in step: each of their steps begins with a round, in which all take part. `count` are
     the rounds so far, `anyone` whether some rank had a token in the last one, `padded` the rows that `PaddedDispatch`
-    sends in it (0: it is a step for `RaggedDispatch`)."""
+    sends in it (0: it is a step for `RaggedDispatch`). `sizes` are the rows, ascending, of decode steps that every rank
+    has captured; `replayed` is which of these all replay now (0: they launch the step)."""
 
     def __init__(self, group: Group, device: torch.device, most_padded: int = MOST_PADDED) -> None:
         self.group, self.most_padded = group, most_padded
-        self.count, self.anyone, self.padded = 0, False, 0
+        self.count, self.anyone, self.padded, self.replayed = 0, False, 0, 0
+        self.sizes: Sequence[int] = ()
         self._device = device
 
-    def begin(self, tokens: int) -> None:
-        """Begins a step in which this rank has so many tokens. It waits for the other ranks."""
-        most = int(self.group.all_max(torch.tensor([tokens], device=self._device)).item())
+    def begin(self, tokens: int, replayable: bool) -> None:
+        """Begins a step in which this rank has so many tokens, and says whether it could replay that. It waits for the
+        other ranks: they replay only together, as exchanges are in the graphs."""
+        mine = torch.tensor([tokens, 0 if replayable else 1], device=self._device)
+        most, launched = self.group.all_max(mine).tolist()
         self.count += 1
         self.anyone = most > 0
-        self.padded = most if most <= self.most_padded else 0
+        self.replayed = 0 if launched or not most else bucket_for(most, self.sizes) or 0
+        self.padded = self.replayed or (most if most <= self.most_padded else 0)
 
 
 class RaggedDispatch:
@@ -154,15 +160,23 @@ def exchanged(own: Experts, weights: Weights) -> Experts:
     """Returns what a layer calls where `own` are this rank's experts."""
     experts = weights.config.experts
     assert experts is not None
-    exchanges = "dp" in weights.mesh.axes.ep and weights.mesh.group("dp").size > 1
-    return ExchangedExperts(own, weights, experts) if exchanges else own
+    return ExchangedExperts(own, weights, experts) if exchanges(weights.mesh) else own
 
 
-def share_rounds(blocks: Sequence[ExchangedExperts]) -> StepRounds | None:
-    """Has all layers' experts take part in the same rounds. Returns these; None where there are no such layers."""
+def exchanges(mesh: RankMesh) -> bool:
+    """Returns whether the ranks' experts lie over several places on `dp`."""
+    return "dp" in mesh.axes.ep and mesh.group("dp").size > 1
+
+
+def share_rounds(blocks: Sequence[ExchangedExperts], mesh: RankMesh, device: torch.device) -> StepRounds | None:
+    """Has all layers' experts take part in the same rounds. Returns these; None where no rank's experts lie over
+    places. A stage of a pipeline whose layers have no experts takes part too: its leader sets the turns of all."""
+    if not exchanges(mesh):
+        return None
+    rounds = StepRounds(mesh.group("dp"), device)
     for block in blocks:
-        block.rounds = blocks[0].rounds
-    return blocks[0].rounds if blocks else None
+        block.rounds = rounds
+    return rounds
 
 
 def owners_along_dp(experts: int, axes: Axes, rank: int) -> list[int]:

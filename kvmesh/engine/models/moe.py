@@ -114,8 +114,7 @@ class MoE:
 
 def mlp_or_experts(config: ModelConfig, weights: Weights, layer: int) -> MLP | MoE:
     """Returns what stands at the place of the MLP in this layer."""
-    experts = weights.config.experts
-    if experts is not None and layer in experts.layers:
+    if weights.config.has_experts(layer):
         return MoE(config, weights, layer)
     return MLP(config, weights, layer_prefix(layer) + dense_prefix(weights.config))
 

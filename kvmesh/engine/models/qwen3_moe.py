@@ -10,11 +10,12 @@ from kvmesh.engine.weights import Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> DecoderModel:
-    layers = []
-    for index in weights.layers:
-        attention = Attention(config, weights, layer_prefix(index) + "self_attn.", _head_norm(config, weights, index))
-        layers.append(DecoderLayer(config, weights, index, attention, mlp_or_experts(config, weights, index)))
-    return DecoderModel(config, weights, layers)
+    return DecoderModel(config, weights, [build_layer(config, weights, index) for index in weights.layers])
+
+
+def build_layer(config: ModelConfig, weights: Weights, index: int) -> DecoderLayer:
+    attention = Attention(config, weights, layer_prefix(index) + "self_attn.", _head_norm(config, weights, index))
+    return DecoderLayer(config, weights, index, attention, mlp_or_experts(config, weights, index))
 
 
 def _head_norm(config: ModelConfig, weights: Weights, index: int) -> HeadNorm | None:

@@ -150,18 +150,38 @@ class AnswerGrammar:
     def fill(self, mask: Mask) -> None:
         """Writes which tokens may come next into `mask [words]`. Raises GrammarFailed when the answer has left the
         grammar, or a limit was reached, and InvalidRequest for a grammar that does not compile."""
-        if self._matcher is None:
-            self._matcher = self._compiled.result().deep_copy()
-        matcher = self._matcher
-        if self._new:
-            matcher.consume_tokens(self._new)
-            self._new.clear()
+        matcher = self._caught_up()
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             raise GrammarFailed(f"grammar: {_brief(matcher.get_error())}", field="grammar")
         if not self._may_end:
             self._take_ends(mask)
+
+    def _caught_up(self) -> LLMatcher:
+        if self._matcher is None:
+            self._matcher = self._compiled.result().deep_copy()
+        if self._new:
+            self._matcher.consume_tokens(self._new)
+            self._new.clear()
+        return self._matcher
+
+    def ahead(self, tokens: Sequence[int]) -> list[AnswerGrammar]:
+        """Returns what this will be once the first, the first two ... of these tokens are the answer's, up to the first
+        that the grammar forbids. It is called by whoever might call `fill`. A grammar that does not compile, or has
+        failed, forbids all."""
+        try:
+            matcher = self._caught_up()
+        except InvalidRequest:
+            return []
+        found: list[AnswerGrammar] = []
+        for token in tokens[: 0 if matcher.is_error() else matcher.validate_tokens(list(tokens))]:
+            matcher = matcher.deep_copy()
+            matcher.consume_tokens([token])
+            later = AnswerGrammar(self._compiled, (), self._eos, may_end=self._may_end)
+            later._matcher = matcher
+            found.append(later)
+        return found
 
     def _take_ends(self, mask: Mask) -> None:
         """Forbids to end, unless nothing else is allowed."""

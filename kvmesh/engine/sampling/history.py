@@ -30,6 +30,17 @@ class History:
         """Counts one more token of the answer."""
         self._new.append(token_id)
 
+    def ahead(self, tokens: Sequence[int]) -> list[History]:
+        """Returns the histories that this one will be once the first, the first two ... of these tokens are the
+        answer's."""
+        ids, counts = self.table()
+        found = []
+        for count in range(1, len(tokens) + 1):
+            later = History()
+            later._ids, later._counts, later._new = ids, counts.copy(), list(tokens[:count])
+            found.append(later)
+        return found
+
     def table(self) -> tuple[Ids, Counts]:
         """Returns token ids, ascending, and how often the answer has them (0: only the prompt), int64 `[distinct]`
         each."""

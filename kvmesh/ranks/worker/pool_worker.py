@@ -53,7 +53,7 @@ class StoreWorker:
         self._ahead = PrefaultAhead(self._region)
         self.puller = ShardPuller(self.engine, self._region, send, copy_bytes=COPY_BYTES)
         self.sums = Sums(self._region, send)
-        self.tiers = TierWorker(self._region, send)
+        self.tiers = TierWorker(self._region, send, configure.ssd_path)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def ready(self) -> m.Ready:
@@ -87,7 +87,9 @@ class StoreWorker:
         """Returns True: nothing is ever loaded here."""
         return True
 
-    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
+    share_ppm = 0  # it has no steps
+
+    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int = 0) -> None:
         """Refuses a step: this rank has no engine."""
         if prefill is not None:
             self._send(m.RankError(tuple(item.handle for item in prefill.items), "this rank has no engine"))

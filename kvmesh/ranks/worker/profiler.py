@@ -18,7 +18,7 @@ from kvmesh.engine.ops import on_native
 from kvmesh.engine.parallel import share, share_of
 from kvmesh.engine.runner import Runner
 from kvmesh.engine.timing import FunctionClock, Piece, Replacements, attach, busy_by_function, kernels_in, pieces_of
-from kvmesh.engine.work import FUNCTIONS, HOST, REST, FunctionWork, StepShape, summed, work_of
+from kvmesh.engine.work import FUNCTIONS, HOST, REST, FunctionWork, StepShape, of_stage, summed, work_of
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.steps import Steps
 
@@ -39,6 +39,7 @@ class StepProfiler:
         self._steps = steps
         self._runner = runner
         self._send = send
+        self._last = runner.stage_layers.stop == runner.config.layers  # which samples
         self._asked: m.Profile | None = None
         self._parts = Replacements()
         self._clock = FunctionClock()
@@ -88,10 +89,10 @@ class StepProfiler:
     # ── while it runs ────────────────────────────────────────────────────────────────────────────
 
     def _timed_run(self, run: Callable[..., None]) -> Callable[..., None]:
-        def timed(prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
+        def timed(prefill: m.PrefillStep | None, between_layers: Callable[[], None], *told: Any) -> None:
             computed, timed_before = len(self._shapes), len(self._clock.pieces)
             start = time.perf_counter_ns()
-            run(prefill, between_layers)
+            run(prefill, between_layers, *told)
             end = time.perf_counter_ns()
             shapes = self._shapes[computed:]
             if not shapes:  # nothing was computed, or it failed
@@ -112,10 +113,10 @@ class StepProfiler:
         return timed
 
     def _seen_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(items: Sequence[PrefillInput], rows: DecodeBatch, *told: Any) -> Any:
-            answer = step(items, rows, *told)
+        def seen(items: Sequence[PrefillInput], rows: DecodeBatch, *told: Any, **named: Any) -> Any:
+            answer = step(items, rows, *told, **named)
             chunks = tuple((item.start, len(item.token_ids)) for item in items)
-            sampled = len(rows.positions) + sum(item.sample is not None for item in items)
+            sampled = len(rows.positions) + sum(item.sample is not None for item in items) if self._last else 0
             self._shapes.append(StepShape(tuple(rows.positions.tolist()), chunks, sampled))
             return answer
 
@@ -153,10 +154,12 @@ class StepProfiler:
             if not pieces:
                 return m.Profiled(ticket, why_not="torch's profiler saw no kernel: it needs CUPTI (cuda-cupti)")
         busy = busy_by_function(pieces, sum(end - start for start, end in spans))
-        own, group = share_of(runner.config, runner.mesh.axes), runner.mesh.mlp
+        own, group = of_stage(share_of(runner.config, runner.mesh.axes), runner.stage_layers), runner.mesh.mlp
         words = len(share(own.vocab_size, group.rank, group.size))
         size = runner.layout.itemsize
         work = summed(work_of(own, size, shape, ranks=group.size, words=words) for shape in self._shapes)
+        if runner.stage_layers.start:
+            del work["embedding"]  # the first stage has it
         bytes_per_s, products_per_s = limits(device, runner.attention.dtype)
         return m.Profiled(
             ticket,

@@ -280,6 +280,57 @@ class RunningRows:
             self.leave(self._handles[row])
         return tokens
 
+    def handles(self) -> list[int]:
+        """Returns the handles of the live rows."""
+        return self._handles[: self.live]
+
+    def stops(self, row: int) -> frozenset[int]:
+        """Returns the tokens that may end a row's answer."""
+        return self._stop[row]
+
+    def room_for_drafts(self, whole_blocks: bool) -> list[int]:
+        """Returns how many tokens behind its next one each live row has pages for, and may still make. With
+        `whole_blocks` the step may end at a block's end and not pass it: the states there are kept."""
+        live = self._columns[:, : self.live]
+        room = np.minimum(live[ROOM] - live[POSITION], live[MOST] - live[LENGTH]) - 1
+        if whole_blocks:
+            room = np.minimum(room, -(live[POSITION] + 1) % self._block_tokens)
+        found: list[int] = np.maximum(room, 0).tolist()
+        return found
+
+    def advance_by(
+        self, made: Sequence[Sequence[int]], scores: Sequence[Sequence[Logprobs | None]]
+    ) -> tuple[Collected, list[int]]:
+        """Records tokens of a step that was waited for, several of each live row: `made[row]`, each with its `scores`.
+        An answer ends at the first token that ends it, whatever comes behind. A row without any is bad. Returns what
+        was made, and how many tokens of each row count."""
+        live = self._columns[:, : self.live]
+        tokens: list[Token] = []
+        counts, ended, bad = [0] * self.live, [], []
+        for row, (own, handle) in enumerate(zip(made, self._handles[: self.live], strict=True)):
+            length, most, least = (int(live[column, row]) for column in (LENGTH, MOST, LEAST))
+            finish = GOES_ON
+            for at, token in enumerate(own):
+                if token in self._stop[row] and length + 1 >= least:
+                    finish = STOPPED
+                elif length + 1 >= most:
+                    finish = FULL
+                tokens.append(Token(handle, token, length, finish, scores[row][at]))
+                length += 1
+                if finish:
+                    break
+            counts[row] = length - int(live[LENGTH, row])
+            if not own:
+                bad.append(handle)
+            elif finish:
+                ended.append(handle)
+            else:
+                live[TOKEN, row] = own[counts[row] - 1]
+        live[ADVANCING] += np.array(counts, np.int64)
+        for handle in (*ended, *bad):
+            self.leave(handle)
+        return Collected(tuple(tokens), tuple(ended), tuple(bad)), counts
+
     def source(self) -> Column:
         """Returns which row each live one was of the step that was launched last; -1 for none."""
         return self._columns[NEWEST, : self.live].copy()

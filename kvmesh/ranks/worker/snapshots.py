@@ -10,8 +10,10 @@ over.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from kvmesh.engine.batch import Column
 from kvmesh.engine.cache_memory import is_state
@@ -20,6 +22,13 @@ from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.ranks.worker.tables import SNAPSHOT, SOURCE, STATE, role
 
 Roles = Sequence[tuple[int, ...]]  # of one request: the slots of each STATE group's state, by role
+
+
+class KeptStates(NamedTuple):
+    """Holds copies of states, of each STATE group those in its `slots`."""
+
+    slots: list[list[int]]
+    copies: list[torch.Tensor]
 
 
 class Snapshots:
@@ -45,6 +54,17 @@ class Snapshots:
     def save_at_borders(self, tokens: Column, rows: Sequence[Roles]) -> None:
         """Saves the states of those rows whose `tokens`, int64 `[rows]`, are whole blocks."""
         self.save([rows[at] for at in np.flatnonzero(tokens % self._block_tokens == 0).tolist()])
+
+    def keep(self, requests: Sequence[Roles]) -> KeptStates | None:
+        """Copies the states of requests aside, for `put_back`; None where there are none."""
+        if not self._numbers or not requests:
+            return None
+        slots = [[role(roles[at], STATE) for roles in requests] for at in range(len(self._numbers))]
+        return KeptStates(slots, self._runner.keep_states(slots))
+
+    def put_back(self, kept: KeptStates, which: Sequence[int]) -> None:
+        """Makes the states of those of the requests what they were."""
+        self._runner.put_back_states(kept.slots, kept.copies, which)
 
     def _copy(self, requests: Sequence[Roles], source: int, target: int) -> None:
         for at, number in enumerate(self._numbers):

@@ -13,9 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvmesh.drafts.drafter import Draft
+from kvmesh.drafts.speculator import Speculator
+from kvmesh.drafts.step_share import StepShare
 from kvmesh.engine.batch import Chosen, DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampler import TokensInFlight
@@ -29,8 +33,12 @@ from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.micro_batches import MicroBatches
 from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.rows import LaunchedRows, PageHolds, RunningRows, logprobs
-from kvmesh.ranks.worker.snapshots import Roles, Snapshots
+from kvmesh.ranks.worker.snapshots import KeptStates, Roles, Snapshots
 from kvmesh.ranks.worker.tables import GroupTables, tables_of
+from kvmesh.ranks.worker.verification import RowVariants, expand, note_accepted, sampled_at, until_stop
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -78,6 +86,7 @@ class Steps:
         begin: Callable[[Launch], Launch] | None = None,
         groups: Sequence[CacheGroup] = (),
         grammars: GrammarCompiler | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._grammars = grammars
         self.batches = MicroBatches(runner.mesh.axes.pp, lambda: RunningRows(block_tokens, groups))
@@ -92,17 +101,28 @@ class Steps:
         self._flight: StepInFlight | None = None
         self._holds: PageHolds[m.Left | m.RankError] = PageHolds()
         self._ended_ns = 0
+        self._speculator = speculator
+        self._share = StepShare()
+        self._wants_hidden = speculator is not None and speculator.needs_hidden
+        self._variants = RowVariants(speculator.most if speculator is not None else 0)
 
     @property
     def has_work(self) -> bool:
         """Whether some row can go on, or has gone on and nobody knows with which token."""
         return self.batches.has_work or self._flight is not None
 
+    @property
+    def share_ppm(self) -> int:
+        """What one more token adds to a step of the live rows, in millionths; 0 where no drafts are made."""
+        return 0 if self._speculator is None else self._share.ppm(max(1, self.rows.live))
+
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
     def join(self, j: m.Join) -> None:
         """Adds a row to the batch."""
         self.batches.for_join(j.handle).join(j, self._params(j.sampling, j.history))
+        if self._speculator is not None and j.said is not None:
+            self._speculator.begin(j.handle, unpack_tokens(j.said.prompt), unpack_tokens(j.said.answer))
         if self._snapshots:
             self._snapshots.save_at_borders(np.array([j.context_tokens]), [tables_of(self._groups, j.groups).roles])
 
@@ -117,21 +137,31 @@ class Steps:
     def leave(self, handle: int) -> None:
         """Takes a row out of the batch: no later step touches its pages. Left waits for a step that has it."""
         self.batches.of(handle, leaves=True).leave(handle)
+        self._forget_drafts(handle)
         if self._holds.out(handle, m.Left(handle)):
             self._send(m.Left(handle))
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
-    def run(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
+    def run(
+        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int | None = None
+    ) -> None:
         """Runs one step of what there is, if anything, or launches it and reads the one before. `between_layers` is
-        called while chunks are computed."""
-        if self.begin is not None and prefill is None:
+        called while chunks are computed. A step that may verify drafts is not launched ahead, since these follow from
+        the tokens before; `share_ppm` is the leader's (None: this rank's own)."""
+        share_ppm = self.share_ppm if share_ppm is None else share_ppm
+        drafts = False
+        if self._speculator is not None and prefill is None:
+            drafts = self._speculator.hopes(self.rows.handles(), share_ppm)
+        if self.begin is not None and prefill is None and not drafts:
             self._run_ahead(self.begin)
             return
         self.settle()
         self.rows = self.batches.take_turn()
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
+        if drafts and self._run_drafted(share_ppm, between_layers):
+            return
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers)
         else:
@@ -158,6 +188,8 @@ class Steps:
         rows, roles = len(batch.positions), self.rows.live_roles()
         named: list[GroupTables] | None = None
         late: list[Callable[[], Chosen]] = []
+        hidden: list[torch.Tensor] = []
+        handles = self.rows.handles() if decode and self._wants_hidden else ()
         on_late = late.append if len(self.batches.all) > 1 else None
         self._pusher.step_begins(pushed)
         try:
@@ -168,7 +200,8 @@ class Steps:
             # Ranks of experts may compute prompts of others in this step.
             written = on_layer if items or self._runner.rounds is not None else None
             inputs = self._inputs(items, named)
-            first, chosen = self._runner.step(inputs, batch, written, wanted, on_late)
+            on_hidden = hidden.append if handles else None
+            first, chosen = self._runner.step(inputs, batch, written, wanted, on_late, on_hidden)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])
                 self._snapshots.save_at_borders(batch.positions + 1, roles)
@@ -207,7 +240,8 @@ class Steps:
                 for item, token in answers
                 if token.token_id >= 0
             )
-            self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores)))
+            busy = self._runner.busy(end)
+            self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores), *busy))
         if late:
             self._await_tokens(self.rows, late[0])
         elif rows:
@@ -226,6 +260,122 @@ class Steps:
                 context += context * others // rows
             self._send(m.DecodeStepDone(start, end, rows + others, context, tokens, beside, since_ns=since))
             self._rows_lost(lost, faults)
+            if self._speculator is not None:
+                behind = dict(zip(handles, hidden[0].split(1), strict=True)) if hidden else {}
+                self._tell_drafters(tokens, end - start if step is None else 0, behind)
+
+    # ── drafts ───────────────────────────────────────────────────────────────────────────────────
+
+    def _run_drafted(self, share_ppm: int, between_layers: Callable[[], None]) -> bool:
+        """Runs a step that verifies drafts of the live rows; returns False, and does nothing, where there is none."""
+        assert self._speculator is not None
+        rows, handles = self.rows, self.rows.handles()
+        found = self._speculator.propose(handles, rows.room_for_drafts(bool(self._snapshots)), share_ppm)
+        if not any(one.draft.tokens for one in found):
+            return False
+        batch, roles, start = rows.batch(), rows.live_roles(), time.monotonic_ns()
+        drafts, variants = [], []
+        for row, one in enumerate(found):
+            draft = until_stop(one.draft.tokens, rows.stops(row))
+            behind = self._variants.of(handles[row], batch.params[row], draft) if draft else []
+            drafts.append(list(draft[: len(behind)]))
+            variants.append(behind)
+        step = expand(batch, drafts, variants)
+        hidden: list[torch.Tensor] = []
+        drafted = [roles[row] for row, draft in enumerate(drafts) if draft] if self._snapshots else []
+        states = self._snapshots.keep(drafted)
+        self._pusher.step_begins(())
+        try:
+            wanted = hidden.append if self._wants_hidden else None
+            _, chosen = self._runner.step((), step.batch, on_hidden=wanted)
+            made = sampled_at(chosen, step.firsts, drafts)
+            if states is not None:
+                self._roll_back(states, batch, roles, drafts, made)
+        except NonFiniteLogits:  # some row's, perhaps behind a draft alone: computed again, it shows whose
+            self._run(None, True, between_layers)
+            return True
+        except Exception as error:
+            if self._runner.mesh.world.size > 1 and not isinstance(error, KvmeshError):
+                raise  # the other ranks may not have failed, so it is unknown where they stand
+            log.exception("decode step failed")
+            self._rows_failed(handles, error)
+            return True
+        end = time.monotonic_ns()
+        scored = [
+            [logprobs(token) if (token := chosen.scored.get(first + at)) else None for at in range(len(own))]
+            for first, own in zip(step.firsts, made, strict=True)
+        ]
+        faults = {
+            handle: token.fault
+            for handle, first in zip(handles, step.firsts, strict=True)
+            if (token := chosen.scored.get(first)) is not None and token.fault
+        }
+        said, counts = rows.advance_by(made, scored)
+        if self._snapshots:
+            self._snapshots.save_at_borders(batch.positions + np.array(counts), roles)
+        drafters = self._speculator.drafters
+        computed, held = [0] * len(drafters), [0] * len(drafters)
+        ended = {*said.ended, *said.bad}
+        for row, handle in enumerate(handles):
+            own, draft = made[row][: counts[row]], drafts[row]
+            if draft:
+                kept = max(0, len(made[row]) - 1)
+                computed[found[row].by] += len(draft)
+                held[found[row].by] += kept
+                self._speculator.verified(
+                    handle, found[row]._replace(draft=Draft(draft, found[row].draft.strength)), kept
+                )
+            if handle in ended:
+                self._forget_drafts(handle)
+                continue
+            note_accepted(batch.params[row], own)
+            first = step.firsts[row]
+            self._speculator.extend(handle, own, hidden[0][first : first + len(own)] if hidden else None)
+        self._share.add(len(step.batch.positions), end - start)
+        context = int(batch.positions.sum())
+        drafts_told = zip((drafter.name for drafter in drafters), computed, held, strict=True)
+        self._send(m.DecodeStepDone(start, end, len(handles), context, said.tokens, drafts=tuple(drafts_told)))
+        self._rows_lost(said.bad, faults)
+        return True
+
+    def _roll_back(
+        self,
+        states: KeptStates,
+        batch: DecodeBatch,
+        roles: Sequence[Roles],
+        drafts: Sequence[Sequence[int]],
+        made: Sequence[Sequence[int]],
+    ) -> None:
+        """Gives rows whose draft was not kept whole the states behind what was kept: those before the step, moved on by
+        these tokens once more."""
+        drafted = [row for row, draft in enumerate(drafts) if draft]
+        cut = [at for at, row in enumerate(drafted) if 0 < len(made[row]) <= len(drafts[row])]
+        if not cut:
+            return
+        self._snapshots.put_back(states, cut)
+        again = []
+        for row in (drafted[at] for at in cut):
+            tokens = (int(batch.token_ids[row]), *drafts[row][: len(made[row]) - 1])
+            groups = [table[row] for table in batch.groups]
+            again.append(PrefillInput(tokens, int(batch.positions[row]), groups=groups))
+        self._runner.step(again, NOBODY)
+
+    def _tell_drafters(self, tokens: Sequence[m.Token], took_ns: int, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Tells of the tokens of a step without drafts, one a row, and of the target's `hidden [1, width]` of each row
+        where they are known; `took_ns` 0: its time says nothing."""
+        assert self._speculator is not None
+        for token in tokens:
+            if token.finish:
+                self._forget_drafts(token.handle)
+            else:
+                self._speculator.extend(token.handle, (token.token_id,), hidden.get(token.handle))
+        if took_ns:
+            self._share.add(len(tokens), took_ns)
+
+    def _forget_drafts(self, handle: int) -> None:
+        if self._speculator is not None:
+            self._speculator.end(handle)
+            self._variants.end(handle)
 
     def _await_tokens(self, rows: RunningRows, tokens: Callable[[], Chosen]) -> None:
         """Has the rows go on with the tokens that the last stage chooses, before their micro-batch's next step. It
@@ -312,6 +462,8 @@ class Steps:
             context = int(flight.batch.positions.sum())
             self._send(m.DecodeStepDone(start, end, len(rows.handles), context, made.tokens, held=held))
             self._rows_lost(made.bad, faults)
+            if self._speculator is not None:
+                self._tell_drafters(made.tokens, end - start, {})
         for message in over:
             self._send(message)
 
@@ -342,6 +494,7 @@ class Steps:
         text, code, free = f"decode step: {error}", _own_code(error), []
         for handle in handles:
             self.rows.leave(handle)
+            self._forget_drafts(handle)
             if self._holds.out(handle, m.RankError((handle,), text, code)):
                 free.append(handle)
         if free:

@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvmesh import extras
 from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
@@ -42,10 +45,12 @@ Send = Callable[[m.ToFront], None]
 
 
 class TierWorker:
-    """Runs all tiers of one rank. `handle`, `report` and `close` run on the main thread."""
+    """Runs all tiers of one rank, that of the SSD in `ssd_path`. `handle`, `report` and `close` run on the main
+    thread."""
 
-    def __init__(self, region: Region, send: Send) -> None:
+    def __init__(self, region: Region, send: Send, ssd_path: str) -> None:
         self._region = region
+        self._ssd_path = Path(ssd_path)
         self._send = send
         self._parts: dict[tuple[int, int], _Part] = {}
         self._closing = threading.Event()
@@ -54,6 +59,8 @@ class TierWorker:
         """Takes a message; returns, at once, whether it was for a tier."""
         match message:
             case m.TierOpen():
+                if message.tier == Tier.SSD:
+                    message = msgspec.structs.replace(message, path=str(self._ssd_path / message.path))
                 below = self._parts[message.below, message.part] if message.below else None
                 part = self._parts[message.tier, message.part] = _Part(message, self._send, self._closing, below)
                 part.start()
@@ -280,6 +287,8 @@ class _Part:
 
     def _recover(self) -> SsdTier:
         """Opens an SSD tier. Raises ConfigError or OSError."""
+        if not Path(self._opening.path).is_absolute():
+            raise ConfigError("ssd_path='': this rank was told of no folder", field="ssd_path")
         config = ssd_config(self._opening)
         until = time.monotonic() + IN_USE_S
         while True:

@@ -17,8 +17,10 @@ from kvmesh.engine.parallel import ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout, torch_dtype
 from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.stages import stage_layers
+from kvmesh.engine.work import chunk_products
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.kvcache.whole_blocks import shard_text
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.expert_metrics import ExpertStats
@@ -39,6 +41,7 @@ from kvmesh.ranks.worker.device import (
     num_extents,
 )
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
+from kvmesh.ranks.worker.drafters import speculator_of, wants_mtp
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
@@ -84,7 +87,7 @@ class Worker:
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
         self._shapes = group_shapes(config, torch_dtype(dtype), block, tp, axes.tp, layers) if setup.grouped else ()
-        whole = shard_layout(config, dtype, block, tp, axes.tp, layers)
+        whole = shard_layout(config, dtype, block, axes, configure.rank)
         self.layout = self._shapes[0].layout if self._shapes else whole
         pages = (
             setup.choose_group_pages(self._shapes, self._checkpoint)
@@ -99,7 +102,9 @@ class Worker:
             device = trial.device if isinstance(trial, torch.Tensor) else trial[0].device
             self._mesh = _mesh(configure, device, store)
             cut = cast(ExpertsCut, configure.experts_cut)
-            self._runner = Runner(self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut)
+            self._runner = Runner(
+                self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut, mtp=wants_mtp(configure)
+            )
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
             self._mesh.connect(LOAD_PATIENCE_S)
@@ -137,12 +142,21 @@ class Worker:
         self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
-        self.tiers = TierWorker(self._extent_region, send)
+        self.tiers = TierWorker(self._extent_region, send, configure.ssd_path)
         self.seals = Seals(memory, send)
         self.moves = Moves(memory, send)
         begin = memory.begin_step if setup.ahead else None
         self.grammars = GrammarCompiler(self._checkpoint.path, config.vocab_size, config.eos_token_ids)
-        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send, begin, kept, grammars=self.grammars)
+        self.steps = Steps(
+            self._runner,
+            self.pusher,
+            configure.block_tokens,
+            send,
+            begin,
+            kept,
+            grammars=self.grammars,
+            speculator=speculator_of(configure, any(is_state(group) for group in kept), self._runner),
+        )
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
             if self._shapes
@@ -189,6 +203,7 @@ class Worker:
         limit = config.max_context_tokens
         limit = limit if self._longest is None else min(limit, self._longest)
         wanted = self._configure.max_context_tokens
+        token_products, pair_products = chunk_products(config)
         return m.Ready(
             engine_name=self.engine.name,
             descriptor=self.engine.local_descriptor().encode(),
@@ -215,6 +230,8 @@ class Worker:
             steps=self._configure.steps,
             settings=self._settings,
             groups=tuple(self._group_memory(number) for number in range(len(self._shapes))),
+            token_products=token_products,
+            pair_products=pair_products,
         )
 
     def _group_memory(self, number: int) -> m.GroupMemory:
@@ -236,8 +253,8 @@ class Worker:
         begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica
         place = f"{c.rank % replica}/{replica}"  # data-parallel groups have the same
         if not shapes:
-            return f"{begin} {c.dtype} {_part(self.layout)} rank {place}"
-        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {_part(s.layout)}" for s in shapes)
+            return f"{begin} {c.dtype} {shard_text(self.layout)} rank {place}"
+        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {shard_text(s.layout)}" for s in shapes)
         return f"{begin} {', '.join(parts)} rank {place}"
 
     def close(self) -> None:
@@ -311,8 +328,16 @@ class Worker:
             self.memory.poll()
             self.pusher.pump()
 
-    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
-        """Runs one step: the front's chunks and the rows of the batch, whichever there are."""
+    @property
+    def share_ppm(self) -> int:
+        """What one more token adds to a step of the rows, as `Steps.share_ppm` has it."""
+        return self.steps.share_ppm
+
+    def step(
+        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int | None = None
+    ) -> None:
+        """Runs one step: the front's chunks and the rows of the batch, whichever there are. `share_ppm` is what the
+        leader has said (None: nothing)."""
 
         def meanwhile() -> None:
             self.pusher.check_leases()
@@ -325,7 +350,7 @@ class Worker:
 
         prompt_tokens = sum(len(item.token_ids) for item in prefill.items) if prefill is not None else 0
         self.memory.step_tokens = prompt_tokens + self.rows
-        self.steps.run(prefill, layer_launched)
+        self.steps.run(prefill, layer_launched, share_ppm)
         self.memory.step_tokens = self.rows  # of the next step, at least
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
@@ -428,12 +453,6 @@ def _mesh(configure: m.Configure, device: torch.device, store: StoreCaller | Non
 
     interface = find_interface(configure.rank_network, configure.rank_route).name
     return RankMesh(axes, configure.rank, "", device, timeout_s, RankStore(store), interface)
-
-
-def _part(shape: ShardLayout) -> str:
-    """Returns a layout in words."""
-    dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
-    return f"{dims} L{shape.first_layer} H{shape.first_head}"
 
 
 def open_memory(

@@ -306,6 +306,7 @@ class RegisterInstanceRequest(_message.Message):
     SWITCHABLE_FIELD_NUMBER: _builtins.int
     PREFILL_SIZE_WEIGHT_FIELD_NUMBER: _builtins.int
     PREFILL_TENANT_FAIRNESS_FIELD_NUMBER: _builtins.int
+    AXES_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     role: _common_pb2.Role.ValueType
     node_id: _builtins.str
@@ -330,6 +331,10 @@ class RegisterInstanceRequest(_message.Message):
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
     def model(self) -> _common_pb2.ModelCard: ...
+    @_builtins.property
+    def axes(self) -> Global___InstanceAxes:
+        """not set: one rank, or not told"""
+
     def __init__(
         self,
         *,
@@ -345,14 +350,55 @@ class RegisterInstanceRequest(_message.Message):
         switchable: _builtins.bool = ...,
         prefill_size_weight: _builtins.float = ...,
         prefill_tenant_fairness: _builtins.bool = ...,
+        axes: Global___InstanceAxes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "prefill_tenant_fairness", b"prefill_tenant_fairness", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "prefill_tenant_fairness", b"prefill_tenant_fairness", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterInstanceRequest: _TypeAlias = RegisterInstanceRequest  # noqa: Y015
+
+@_typing.final
+class InstanceAxes(_message.Message):
+    """Along which axes the ranks of an instance share its model: how many there are along each; 0 stands for 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DP_FIELD_NUMBER: _builtins.int
+    PP_FIELD_NUMBER: _builtins.int
+    CP_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
+    DCP_FIELD_NUMBER: _builtins.int
+    EP_FIELD_NUMBER: _builtins.int
+    dp: _builtins.int
+    pp: _builtins.int
+    cp: _builtins.int
+    tp: _builtins.int
+    dcp: _builtins.int
+    """of the ranks of tp, which keep every dcp-th piece of a context each"""
+    @_builtins.property
+    def ep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """axes that experts are dealt out over"""
+
+    def __init__(
+        self,
+        *,
+        dp: _builtins.int = ...,
+        pp: _builtins.int = ...,
+        cp: _builtins.int = ...,
+        tp: _builtins.int = ...,
+        dcp: _builtins.int = ...,
+        ep: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp", b"cp", "dcp", b"dcp", "dp", b"dp", "ep", b"ep", "pp", b"pp", "tp", b"tp"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InstanceAxes: _TypeAlias = InstanceAxes  # noqa: Y015
 
 @_typing.final
 class RegisterInstanceResponse(_message.Message):
@@ -1153,6 +1199,7 @@ class InstanceStatus(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     CARD_FIELD_NUMBER: _builtins.int
     PENDING_REQUESTS_FIELD_NUMBER: _builtins.int
+    AXES_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     model: _builtins.str
     ready: _builtins.bool
@@ -1183,6 +1230,8 @@ class InstanceStatus(_message.Message):
 
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
+    @_builtins.property
+    def axes(self) -> Global___InstanceAxes: ...
     def __init__(
         self,
         *,
@@ -1204,10 +1253,11 @@ class InstanceStatus(_message.Message):
         node_id: _builtins.str = ...,
         card: _common_pb2.ModelCard | None = ...,
         pending_requests: _builtins.int = ...,
+        axes: Global___InstanceAxes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "instance", b"instance", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "card", b"card", "instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "pending_requests", b"pending_requests", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "pending_requests", b"pending_requests", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1423,6 +1473,7 @@ class Candidate(_message.Message):
     LOADED_BLOCKS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     CROWD_FIELD_NUMBER: _builtins.int
+    AXES_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """what it was considered for"""
     chosen: _builtins.bool
@@ -1446,6 +1497,8 @@ class Candidate(_message.Message):
     def crowd(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """What is there already, where several scores were as good and this decided; none: the score alone decided."""
 
+    @_builtins.property
+    def axes(self) -> Global___InstanceAxes: ...
     def __init__(
         self,
         *,
@@ -1460,10 +1513,11 @@ class Candidate(_message.Message):
         loaded_blocks: _builtins.int = ...,
         tier: _common_pb2.Tier.ValueType = ...,
         crowd: _abc.Iterable[_builtins.float] | None = ...,
+        axes: Global___InstanceAxes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "crowd", b"crowd", "instance", b"instance", "loaded_blocks", b"loaded_blocks", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "tier", b"tier", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "chosen", b"chosen", "crowd", b"crowd", "instance", b"instance", "loaded_blocks", b"loaded_blocks", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "tier", b"tier", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -246,3 +246,147 @@ class RankEnded(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankEnded: _TypeAlias = RankEnded  # noqa: Y015
+
+@_typing.final
+class RankHostState(_message.Message):
+    """A rank host as it says itself to store masters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
+    MAX_RANKS_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    USES_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    build: _builtins.str
+    max_ranks: _builtins.int
+    gpus: _builtins.int
+    memory_bytes: _builtins.int
+    """available to ranks: of each GPU (the smallest), without GPUs of the machine"""
+    @_builtins.property
+    def instance(self) -> _common_pb2.InstanceRef: ...
+    @_builtins.property
+    def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankHostUse]: ...
+    def __init__(
+        self,
+        *,
+        instance: _common_pb2.InstanceRef | None = ...,
+        node_id: _builtins.str = ...,
+        build: _builtins.str = ...,
+        max_ranks: _builtins.int = ...,
+        gpus: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        uses: _abc.Iterable[Global___RankHostUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "gpus", b"gpus", "instance", b"instance", "max_ranks", b"max_ranks", "memory_bytes", b"memory_bytes", "node_id", b"node_id", "uses", b"uses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankHostState: _TypeAlias = RankHostState  # noqa: Y015
+
+@_typing.final
+class RankHostUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankHostUse: _TypeAlias = RankHostUse  # noqa: Y015
+
+@_typing.final
+class GetRankHostStatusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRankHostStatusRequest: _TypeAlias = GetRankHostStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetRankHostStatusResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    UNHEARD_MS_FIELD_NUMBER: _builtins.int
+    ends: _builtins.int
+    """how many there have been"""
+    registered: _builtins.str
+    """the store master that has taken it; empty: none"""
+    unheard_ms: _builtins.int
+    """since when no store master has answered; 0: one does, or none is named"""
+    @_builtins.property
+    def host(self) -> Global___RankHostState: ...
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankHostEnd]:
+        """the last ones, oldest first"""
+
+    def __init__(
+        self,
+        *,
+        host: Global___RankHostState | None = ...,
+        ended: _abc.Iterable[Global___RankHostEnd] | None = ...,
+        ends: _builtins.int = ...,
+        registered: _builtins.str = ...,
+        unheard_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "ends", b"ends", "host", b"host", "registered", b"registered", "unheard_ms", b"unheard_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRankHostStatusResponse: _TypeAlias = GetRankHostStatusResponse  # noqa: Y015
+
+@_typing.final
+class RankHostEnd(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    cause: _builtins.str
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "instance_id", b"instance_id", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankHostEnd: _TypeAlias = RankHostEnd  # noqa: Y015

@@ -41,6 +41,11 @@ class RankHostStub:
                 request_serializer=kvmesh_dot_v1_dot_ranks__pb2.RankHostRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_ranks__pb2.RankHostEvent.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/kvmesh.v1.RankHost/GetStatus',
+                request_serializer=kvmesh_dot_v1_dot_ranks__pb2.GetRankHostStatusRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_ranks__pb2.GetRankHostStatusResponse.FromString,
+                _registered_method=True)
 
 
 class RankHostServicer:
@@ -55,6 +60,13 @@ class RankHostServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """What runs there, and how the last ones ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RankHostServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +74,11 @@ def add_RankHostServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=kvmesh_dot_v1_dot_ranks__pb2.RankHostRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_ranks__pb2.RankHostEvent.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=kvmesh_dot_v1_dot_ranks__pb2.GetRankHostStatusRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_ranks__pb2.GetRankHostStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +110,33 @@ class RankHost:
             '/kvmesh.v1.RankHost/Run',
             kvmesh_dot_v1_dot_ranks__pb2.RankHostRequest.SerializeToString,
             kvmesh_dot_v1_dot_ranks__pb2.RankHostEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.RankHost/GetStatus',
+            kvmesh_dot_v1_dot_ranks__pb2.GetRankHostStatusRequest.SerializeToString,
+            kvmesh_dot_v1_dot_ranks__pb2.GetRankHostStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

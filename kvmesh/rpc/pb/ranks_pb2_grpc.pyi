@@ -37,6 +37,8 @@ class RankHostStub:
     def __new__(cls, channel: _aio.Channel) -> RankHostAsyncStub: ...
     Run: _grpc.StreamStreamMultiCallable[_ranks_pb2.RankHostRequest, _ranks_pb2.RankHostEvent]
     """One stream for each instance, opened by its front; the ranks end with it."""
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_ranks_pb2.GetRankHostStatusRequest, _ranks_pb2.GetRankHostStatusResponse]
+    """What runs there, and how the last ones ended."""
 
 @_typing.type_check_only
 class RankHostAsyncStub(RankHostStub):
@@ -47,6 +49,8 @@ class RankHostAsyncStub(RankHostStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.StreamStreamMultiCallable[_ranks_pb2.RankHostRequest, _ranks_pb2.RankHostEvent]  # type: ignore[assignment]
     """One stream for each instance, opened by its front; the ranks end with it."""
+    GetStatus: _aio.UnaryUnaryMultiCallable[_ranks_pb2.GetRankHostStatusRequest, _ranks_pb2.GetRankHostStatusResponse]  # type: ignore[assignment]
+    """What runs there, and how the last ones ended."""
 
 class RankHostServicer(metaclass=_abc_1.ABCMeta):
     """Ranks of an instance on another machine than its front: `kvmesh serve ranks` there starts them and carries their
@@ -60,5 +64,13 @@ class RankHostServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_ranks_pb2.RankHostEvent], _abc.AsyncIterator[_ranks_pb2.RankHostEvent]]:
         """One stream for each instance, opened by its front; the ranks end with it."""
+
+    @_abc_1.abstractmethod
+    def GetStatus(
+        self,
+        request: _ranks_pb2.GetRankHostStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ranks_pb2.GetRankHostStatusResponse, _abc.Awaitable[_ranks_pb2.GetRankHostStatusResponse]]:
+        """What runs there, and how the last ones ended."""
 
 def add_RankHostServicer_to_server(servicer: RankHostServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

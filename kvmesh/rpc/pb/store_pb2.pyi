@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvmesh.rpc.pb import common_pb2 as _common_pb2
+from kvmesh.rpc.pb import ranks_pb2 as _ranks_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -1522,3 +1523,144 @@ class ListMembersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListMembersResponse: _TypeAlias = ListMembersResponse  # noqa: Y015
+
+@_typing.final
+class LendRanksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    protocol_version: _common_pb2.ProtocolVersion.ValueType
+    leaves: _builtins.bool
+    @_builtins.property
+    def host(self) -> _ranks_pb2.RankHostState: ...
+    def __init__(
+        self,
+        *,
+        protocol_version: _common_pb2.ProtocolVersion.ValueType = ...,
+        host: _ranks_pb2.RankHostState | None = ...,
+        leaves: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "leaves", b"leaves", "protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendRanksRequest: _TypeAlias = LendRanksRequest  # noqa: Y015
+
+@_typing.final
+class LendRanksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    interval_ms: _builtins.int
+    """say it again so soon"""
+    def __init__(
+        self,
+        *,
+        interval_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendRanksResponse: _TypeAlias = LendRanksResponse  # noqa: Y015
+
+@_typing.final
+class PlaceRanksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
+    RANKS_EACH_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    build: _builtins.str
+    hosts: _builtins.int
+    ranks_each: _builtins.int
+    gpus: _builtins.bool
+    """a GPU a rank"""
+    @_builtins.property
+    def instance(self) -> _common_pb2.InstanceRef:
+        """a later call of a newer incarnation takes the place of an earlier one"""
+
+    def __init__(
+        self,
+        *,
+        instance: _common_pb2.InstanceRef | None = ...,
+        build: _builtins.str = ...,
+        hosts: _builtins.int = ...,
+        ranks_each: _builtins.int = ...,
+        gpus: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "gpus", b"gpus", "hosts", b"hosts", "instance", b"instance", "ranks_each", b"ranks_each"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceRanksRequest: _TypeAlias = PlaceRanksRequest  # noqa: Y015
+
+@_typing.final
+class PlaceRanksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    why_not: _builtins.str
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of as many rank hosts, in the order of the ranks; or none"""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceRanksResponse: _TypeAlias = PlaceRanksResponse  # noqa: Y015
+
+@_typing.final
+class ListRankHostsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRankHostsRequest: _TypeAlias = ListRankHostsRequest  # noqa: Y015
+
+@_typing.final
+class ListRankHostsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOSTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedCompositeFieldContainer[_ranks_pb2.RankHostState]: ...
+    def __init__(
+        self,
+        *,
+        hosts: _abc.Iterable[_ranks_pb2.RankHostState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRankHostsResponse: _TypeAlias = ListRankHostsResponse  # noqa: Y015

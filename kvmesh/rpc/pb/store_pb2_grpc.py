@@ -126,6 +126,21 @@ class StoreMasterStub:
                 request_serializer=kvmesh_dot_v1_dot_store__pb2.ListKeysRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_store__pb2.ListKeysResponse.FromString,
                 _registered_method=True)
+        self.LendRanks = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/LendRanks',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.LendRanksRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.LendRanksResponse.FromString,
+                _registered_method=True)
+        self.PlaceRanks = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/PlaceRanks',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.PlaceRanksRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.PlaceRanksResponse.FromString,
+                _registered_method=True)
+        self.ListRankHosts = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/ListRankHosts',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.ListRankHostsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.ListRankHostsResponse.FromString,
+                _registered_method=True)
 
 
 class StoreMasterServicer:
@@ -254,6 +269,26 @@ class StoreMasterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LendRanks(self, request, context):
+        """A rank host says that it is there and what runs on it, again before its lease is over. Soft state of the leader.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlaceRanks(self, request, context):
+        """Rank hosts for one instance, kept for it for some seconds; none while there are too few, and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRankHosts(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StoreMasterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -346,6 +381,21 @@ def add_StoreMasterServicer_to_server(servicer, server):
                     servicer.ListKeys,
                     request_deserializer=kvmesh_dot_v1_dot_store__pb2.ListKeysRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_store__pb2.ListKeysResponse.SerializeToString,
+            ),
+            'LendRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LendRanks,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.LendRanksRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.LendRanksResponse.SerializeToString,
+            ),
+            'PlaceRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlaceRanks,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.PlaceRanksRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.PlaceRanksResponse.SerializeToString,
+            ),
+            'ListRankHosts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRankHosts,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.ListRankHostsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.ListRankHostsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -836,6 +886,87 @@ class StoreMaster:
             '/kvmesh.v1.StoreMaster/ListKeys',
             kvmesh_dot_v1_dot_store__pb2.ListKeysRequest.SerializeToString,
             kvmesh_dot_v1_dot_store__pb2.ListKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LendRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/LendRanks',
+            kvmesh_dot_v1_dot_store__pb2.LendRanksRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.LendRanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlaceRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/PlaceRanks',
+            kvmesh_dot_v1_dot_store__pb2.PlaceRanksRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.PlaceRanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRankHosts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/ListRankHosts',
+            kvmesh_dot_v1_dot_store__pb2.ListRankHostsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.ListRankHostsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,6 +68,11 @@ class StoreMasterStub:
     SetQuota: _grpc.UnaryUnaryMultiCallable[_store_pb2.SetQuotaRequest, _store_pb2.SetQuotaResponse]
     ListQuotas: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListQuotasRequest, _store_pb2.ListQuotasResponse]
     ListKeys: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListKeysRequest, _store_pb2.ListKeysResponse]
+    LendRanks: _grpc.UnaryUnaryMultiCallable[_store_pb2.LendRanksRequest, _store_pb2.LendRanksResponse]
+    """A rank host says that it is there and what runs on it, again before its lease is over. Soft state of the leader."""
+    PlaceRanks: _grpc.UnaryUnaryMultiCallable[_store_pb2.PlaceRanksRequest, _store_pb2.PlaceRanksResponse]
+    """Rank hosts for one instance, kept for it for some seconds; none while there are too few, and why."""
+    ListRankHosts: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListRankHostsRequest, _store_pb2.ListRankHostsResponse]
 
 @_typing.type_check_only
 class StoreMasterAsyncStub(StoreMasterStub):
@@ -109,6 +114,11 @@ class StoreMasterAsyncStub(StoreMasterStub):
     SetQuota: _aio.UnaryUnaryMultiCallable[_store_pb2.SetQuotaRequest, _store_pb2.SetQuotaResponse]  # type: ignore[assignment]
     ListQuotas: _aio.UnaryUnaryMultiCallable[_store_pb2.ListQuotasRequest, _store_pb2.ListQuotasResponse]  # type: ignore[assignment]
     ListKeys: _aio.UnaryUnaryMultiCallable[_store_pb2.ListKeysRequest, _store_pb2.ListKeysResponse]  # type: ignore[assignment]
+    LendRanks: _aio.UnaryUnaryMultiCallable[_store_pb2.LendRanksRequest, _store_pb2.LendRanksResponse]  # type: ignore[assignment]
+    """A rank host says that it is there and what runs on it, again before its lease is over. Soft state of the leader."""
+    PlaceRanks: _aio.UnaryUnaryMultiCallable[_store_pb2.PlaceRanksRequest, _store_pb2.PlaceRanksResponse]  # type: ignore[assignment]
+    """Rank hosts for one instance, kept for it for some seconds; none while there are too few, and why."""
+    ListRankHosts: _aio.UnaryUnaryMultiCallable[_store_pb2.ListRankHostsRequest, _store_pb2.ListRankHostsResponse]  # type: ignore[assignment]
 
 class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
     """The store master: who lives (the only truth about that), and which node store holds which block. All of it is soft
@@ -255,5 +265,28 @@ class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.ListKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.ListKeysResponse, _abc.Awaitable[_store_pb2.ListKeysResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def LendRanks(
+        self,
+        request: _store_pb2.LendRanksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.LendRanksResponse, _abc.Awaitable[_store_pb2.LendRanksResponse]]:
+        """A rank host says that it is there and what runs on it, again before its lease is over. Soft state of the leader."""
+
+    @_abc_1.abstractmethod
+    def PlaceRanks(
+        self,
+        request: _store_pb2.PlaceRanksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.PlaceRanksResponse, _abc.Awaitable[_store_pb2.PlaceRanksResponse]]:
+        """Rank hosts for one instance, kept for it for some seconds; none while there are too few, and why."""
+
+    @_abc_1.abstractmethod
+    def ListRankHosts(
+        self,
+        request: _store_pb2.ListRankHostsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ListRankHostsResponse, _abc.Awaitable[_store_pb2.ListRankHostsResponse]]: ...
 
 def add_StoreMasterServicer_to_server(servicer: StoreMasterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

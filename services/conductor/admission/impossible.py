@@ -105,8 +105,8 @@ def refusal(request: Schedule, refuse: Refuse, least_s: float) -> Refuse:
 
 
 def _measured(instance: Instance, reason: str) -> bool:
-    fits = instance.fits
-    return len(fits.prefill.fit if reason == "ttft" else fits.decode.fit) >= ENOUGH_SAMPLES
+    fits, axes = instance.fits, instance.axes
+    return len(fits.prefill(axes).fit if reason == "ttft" else fits.decode(axes).fit) >= ENOUGH_SAMPLES
 
 
 def _might(instance: Instance, request: Schedule, reason: str, slo_s: float, now: float) -> bool:

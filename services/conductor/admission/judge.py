@@ -159,7 +159,7 @@ class Judge:
         return choice.tightest_slo_s if batch.requests <= len(batch.stays) else self.default_tbt_s
 
     def _lead_s(self, choice: DecodeChoice) -> float:
-        return self.queue_s + choice.instance.fits.prefill.predict(self.request.prompt_tokens, 0)
+        return self.queue_s + choice.instance.fits.known_prefill.predict(self.request.prompt_tokens, 0)
 
     def _rows(self, choice: DecodeChoice, lead_s: float, *, everybody: bool) -> BatchAt:
         """Returns the other rows that count."""

@@ -59,12 +59,14 @@ class Scale:
         self.hints = tuple(
             hint
             for name, tally in tallies.items()
-            for hint in self._model(name, tally.counts, *demands.get(name, (Demand(), 0.0)), now)
+            for hint in self._model(name, tally, *demands.get(name, (Demand(), 0.0)), now)
         )
 
-    def _model(self, name: str, pools: TallyCounts, demand: Demand, watched_s: float, now: float) -> list[Hint]:
+    def _model(self, name: str, tally: Tally, demand: Demand, watched_s: float, now: float) -> list[Hint]:
         hints = []
-        for role, there, carried, load in _shares(demand, pools):
+        for role, places, share, load in _shares(demand, tally.counts):
+            # An autoscaler starts and stops whole instances, with all their places.
+            there, carried = round(places / tally.places(role)), share / tally.places(role)
             if watched_s < self._window_s:
                 hints.append(Hint(name, role, there, 0, load, "not watched for long enough"))
                 continue

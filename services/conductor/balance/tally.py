@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.membership.places import instance_of
 from kvmesh.services.conductor.domain import Life, Role
 from kvmesh.services.conductor.fleet.instance import Instance
 
@@ -38,9 +39,14 @@ def _by_role() -> dict[Role, int]:
     return dict.fromkeys(Role, 0)
 
 
+def _sets_by_role() -> dict[Role, set[str]]:
+    return {role: set() for role in Role}
+
+
 @dataclass(slots=True)
 class Tally:
-    """Sums over the instances of one model, in seconds and rows. `tbt_slo_s` is the model's TBT SLO."""
+    """Sums over the instances of one model, in seconds and rows, each data-parallel place as an instance: it has rows
+    and prompts of its own. `tbt_slo_s` is the model's TBT SLO."""
 
     tbt_slo_s: float
     roles: dict[Life, Role] = field(default_factory=dict)
@@ -53,6 +59,7 @@ class Tally:
     switchable: list[tuple[float, str, Instance, Role]] = field(
         default_factory=list
     )  # who drains soonest, then by name
+    _instances: dict[Role, set[str]] = field(default_factory=_sets_by_role)
     _running: int = 0
     _present: int = 0
     _computing: int = 0
@@ -62,6 +69,7 @@ class Tally:
         self.first = self.first or i
         self.roles[i.ref.life] = i.role
         self.count[i.role] += 1
+        self._instances[i.role].add(instance_of(i.ref.instance_id))
         self.identities.add(i.model.kv_identity)
         self.backlog_s += i.queue.wait_s(now)
         self._running += i.load.running_requests
@@ -77,6 +85,11 @@ class Tally:
     def counts(self) -> TallyCounts:
         """The number of instances by role."""
         return TallyCounts(self.count[Role.PREFILL], self.count[Role.DECODE], self.count[Role.BOTH])
+
+    def places(self, role: Role) -> float:
+        """Returns how many places an instance of this role has on average."""
+        instances = self._instances[role]
+        return self.count[role] / len(instances) if instances else 1.0
 
     @property
     def rows(self) -> int:

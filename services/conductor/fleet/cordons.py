@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
+from kvmesh.membership.places import instance_of
 from kvmesh.services.conductor.domain import Cordon, CordonState
 
 MAX_CORDONS = 1024
 MAX_REASON = 256  # characters
 
 Word = tuple[CordonState, str]  # and the reason
+_OPEN: Word = (CordonState.OPEN, "")
 
 
 class Cordons:
-    """The cordons, by the instance's name; they outlast its restarts."""
+    """The cordons, by the instance's name; they outlast its restarts. Any of its places may be named instead: what is
+    said of one holds for all, which end together."""
 
     def __init__(self) -> None:
         self._words: dict[str, Word] = {}
 
     def of(self, instance_id: str) -> Word:
         """Returns state and reason."""
-        return self._words.get(instance_id, (CordonState.OPEN, ""))
+        return self._words.get(instance_of(instance_id), _OPEN) if self._words else _OPEN
 
     def named(self, state: CordonState) -> Iterator[str]:
         """Yields the names of instances in that state."""
@@ -29,7 +32,7 @@ class Cordons:
 
     def refusal(self, event: Cordon, *, known: bool) -> KvmeshError | None:
         """Returns why a cordon is refused, or None. `known` says that such an instance is registered."""
-        name = event.instance_id
+        name = instance_of(event.instance_id)
         if not known and name not in self._words:
             text = f"instance_id={name!r}: no such instance is registered here"
             return UnknownInstance(text, field="instance_id")
@@ -41,15 +44,14 @@ class Cordons:
 
     def put(self, event: Cordon) -> None:
         """Applies a cordon."""
+        name = instance_of(event.instance_id)
         if event.state is CordonState.OPEN:
-            self._words.pop(event.instance_id, None)
+            self._words.pop(name, None)
         else:
-            self._words[event.instance_id] = event.state, event.reason
+            self._words[name] = event.state, event.reason
 
     def why_not(self, instance_id: str) -> str:
         """Returns why the instance gets no work, or ""."""
-        if instance_id not in self._words:
-            return ""
         state, reason = self.of(instance_id)
         return "" if state is CordonState.OPEN else f"{state.value}{f': {reason}' if reason else ''}"
 

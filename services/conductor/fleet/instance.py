@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from kvmesh.kvcache.tiers import TierUse
 from kvmesh.pacing import MembershipLease
 from kvmesh.services.conductor.admission.margins import Margins
 from kvmesh.services.conductor.costs.equals import Equals
+from kvmesh.services.conductor.costs.first_guess import first_decode_step, first_prefill
 from kvmesh.services.conductor.costs.models import DecodeModel, PrefillModel, PullModel, TransferModel
-from kvmesh.services.conductor.domain import Load, ModelCard, Ref, Register, Role
+from kvmesh.services.conductor.domain import InstanceAxes, Load, ModelCard, Ref, Register, Role
 from kvmesh.services.conductor.loads.queues import PrefillQueue, RunningBatch
 
 MAX_KNOWN_SAMPLES = 2048
@@ -46,8 +48,9 @@ class Instance:
         self.batch = RunningBatch()
         # It is what its equals are, until it shows otherwise.
         name = self.ref.instance_id
-        self.prefill = PrefillModel(shared=fits.prefill, name=name)
-        self.decode = DecodeModel(shared=fits.decode, name=name)
+        self.axes = registered.axes
+        self.prefill = PrefillModel(shared=fits.prefill(self.axes), name=name)
+        self.decode = DecodeModel(shared=fits.decode(self.axes), name=name)
         self.transfer = TransferModel(shared=fits.transfer, name=name)
         self.pull = PullModel(shared=fits.pull, name=name)
         self.fits = fits
@@ -133,16 +136,30 @@ class _Once:
 
 class ModelFits:
     """The cost models that all instances of one model and KV layout share; each instance has its departure
-    (equals.py)."""
+    (equals.py). How long computing takes only those share whose ranks lie along the same axes."""
 
     def __init__(self) -> None:
-        self.prefill = PrefillModel()
-        self.decode = DecodeModel()
+        self._prefill: dict[InstanceAxes, PrefillModel] = {}
+        self._decode: dict[InstanceAxes, DecodeModel] = {}
         self.transfer = TransferModel()
         self.pull = PullModel()
 
-    def _equals(self) -> tuple[Equals, ...]:
-        return self.prefill.equals, self.decode.equals, self.transfer.equals, self.pull.equals
+    def prefill(self, axes: InstanceAxes) -> PrefillModel:
+        """Returns what instances with these axes share."""
+        return self._prefill.setdefault(axes, PrefillModel(first_prefill(axes)))
+
+    @property
+    def known_prefill(self) -> PrefillModel:
+        """Returns the model that was measured most."""
+        return max(self._prefill.values(), key=lambda model: len(model.fit))
+
+    def decode(self, axes: InstanceAxes) -> DecodeModel:
+        """Returns what instances with these axes share."""
+        return self._decode.setdefault(axes, DecodeModel(first_decode_step(axes)))
+
+    def _equals(self) -> Iterator[Equals]:
+        models = (*self._prefill.values(), *self._decode.values(), self.transfer, self.pull)
+        return (model.equals for model in models)
 
     def fade(self, now: float) -> None:
         """Lets departures fade up to `now`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
 from kvmesh.kvcache.tiers import MARK
+from kvmesh.membership.places import instance_of
 from kvmesh.pacing import MembershipLease, Pulse
 from kvmesh.services.conductor.domain import Life, ModelCard, Register
 from kvmesh.services.conductor.fleet.instance import Instance, ModelFits
@@ -27,6 +28,7 @@ class Fleet:
         """`confidence` is explained in margins.py."""
         self._confidence = confidence
         self._instances: dict[str, Instance] = {}
+        self._places: dict[str, dict[str, None]] = {}  # the members that are one instance, by its name
         self._fits: dict[tuple[str, tuple[object, ...]], ModelFits] = {}
         self._replaced: OrderedDict[Life, None] = OrderedDict()
         self._turn = 0
@@ -54,6 +56,10 @@ class Fleet:
     def named(self, instance_id: str) -> Instance | None:
         """Returns the instance of that name, or None."""
         return self._instances.get(instance_id)
+
+    def places(self, instance_id: str) -> list[Instance]:
+        """Returns all places of the instance that has this name, or has a place of this name."""
+        return [self._instances[name] for name in self._places.get(instance_of(instance_id), ())]
 
     def of(self, life: Life) -> Instance | None:
         """Returns the instance if exactly that incarnation is registered, else None."""
@@ -88,6 +94,7 @@ class Fleet:
         instance = self._instances[event.ref.instance_id] = Instance(
             event, slot, fits, MembershipLease(pulse), now, self._confidence
         )
+        self._places.setdefault(instance_of(event.ref.instance_id), {})[event.ref.instance_id] = None
         self.known_models[model.name] = None
         self._kin.setdefault(model.name, Counter())[model.kv_identity] += 1
         return instance
@@ -95,7 +102,12 @@ class Fleet:
     def remove(self, instance: Instance, *, replaced: bool = False) -> None:
         """Removes an instance. `replaced` says that its incarnation may not come back."""
         self._round = []
-        del self._instances[instance.ref.instance_id]
+        name = instance.ref.instance_id
+        del self._instances[name]
+        places = self._places[instance_of(name)]
+        del places[name]
+        if not places:
+            del self._places[instance_of(name)]
         instance.leave()
         model = instance.model
         self._kin[model.name] -= Counter([model.kv_identity])

@@ -3,7 +3,7 @@ all of them obey. Without Redis a conductor is alone, and leads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvmesh.clock import lease_clock
 from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, NotLeader, Unavailable, UnknownInstance
@@ -86,9 +86,9 @@ class ConductorLeadership:
             return pb.Leadership(role="leader", term=self._leadership.term, leader=self._address)
         return pb.Leadership(role="standby", term=self._leadership.term, leader=self._leadership.leader)
 
-    async def cordon(self, event: Cordon, was: CordonState) -> None:
+    async def cordon(self, event: Cordon, was: CordonState, places: Sequence[str]) -> None:
         """Stores a cordon that the brain would accept, gives it to the brain and, if replicas are to move, tells the
-        store master.
+        store master, to which each of the instance's `places` is a node.
 
         Raises Overloaded. Raises Unavailable when Redis, if there is one, has not answered, and nothing has changed; or
         when the store master could not be told, and everything else is done.
@@ -97,10 +97,9 @@ class ConductorLeadership:
             await self._book.put(event)
         else:
             self._deliver(event)
-        if event.state is CordonState.DRAINING:
-            await self._drain(event.instance_id, cancel=False)
-        elif was is CordonState.DRAINING:
-            await self._drain(event.instance_id, cancel=True)
+        if CordonState.DRAINING in (event.state, was):
+            for place in places:
+                await self._drain(place, cancel=event.state is not CordonState.DRAINING)
 
     async def _drain(self, instance_id: str, *, cancel: bool) -> None:
         request = store_pb2.DrainRequest(instance_id=instance_id, cancel=cancel)

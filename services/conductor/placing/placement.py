@@ -522,7 +522,7 @@ def _least_tbt_s(choices: Sequence[DecodeChoice], judge: Judge) -> float:
     """Returns the least TBT of any choice if everything were idle, where that is known to exceed the SLO; else 0.
     `prefills.least_s` does the same for the TTFT."""
     alone_s = [judge.alone_s(c.instance) for c in choices]
-    known = all(len(c.instance.fits.decode.fit) >= ENOUGH_SAMPLES for c in choices)
+    known = all(len(c.instance.fits.decode(c.instance.axes).fit) >= ENOUGH_SAMPLES for c in choices)
     return min(alone_s) if known and min(alone_s) > judge.slo.tbt_s else 0.0
 
 

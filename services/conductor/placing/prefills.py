@@ -403,7 +403,7 @@ def least_s(candidates: Sequence[PrefillCandidate], slo_s: float) -> float:
     0 where some option would meet it, or one was never measured and may be faster than assumed."""
     least = float("inf")
     for option in (option for c in candidates for option in c.options):
-        if len(option.instance.fits.prefill.fit) < ENOUGH_SAMPLES:
+        if len(option.instance.fits.prefill(option.instance.axes).fit) < ENOUGH_SAMPLES:
             return 0.0
         least = min(least, _idle_s(option))
         if least <= slo_s:

@@ -10,7 +10,16 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.services.conductor.costs.accuracy import Spread
-from kvmesh.services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
+from kvmesh.services.conductor.domain import (
+    InstanceAxes,
+    Placed,
+    PrefillSample,
+    Ref,
+    Refuse,
+    RequestOutcome,
+    Role,
+    Schedule,
+)
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.placing.decodes import DecodeChoice
 from kvmesh.services.conductor.placing.nearness import NearInstances, Nearness
@@ -122,6 +131,7 @@ class Candidate(NamedTuple):
     miss: SloMiss | None = None
     short: bool = False  # of room for the whole answer
     crowd: Crowd | None = None  # what decided among scores that were as good; None: its score alone decided
+    axes: InstanceAxes = InstanceAxes()
 
     def named_terms(self) -> dict[str, float]:
         """Returns the terms in milliseconds by name; those that do not apply are left out."""
@@ -487,10 +497,10 @@ def _unweighed(
     found: WeighedModes | None,
 ) -> Candidate:
     if reason:
-        return Candidate(i.ref, role, f"not ready: {reason}")
+        return Candidate(i.ref, role, f"not ready: {reason}", axes=i.axes)
     if not fits:
-        return Candidate(i.ref, role, "the prompt does not fit")
-    return Candidate(i.ref, role, _why_unweighed(request, i, role, found))
+        return Candidate(i.ref, role, "the prompt does not fit", axes=i.axes)
+    return Candidate(i.ref, role, _why_unweighed(request, i, role, found), axes=i.axes)
 
 
 def _why_unweighed(request: Schedule, i: Instance, role: Role, found: WeighedModes | None) -> str:
@@ -559,6 +569,7 @@ def _prefill(
         best.tier,
         None if numbers else _prefill_miss(best, landing_wait_s, scoring),
         crowd=crowd,
+        axes=best.instance.axes,
     )
 
 
@@ -570,7 +581,18 @@ def _decode(d: DecodeChoice, near: Nearness, numbers: tuple[float, Crowd | None]
     waits = d.tbt_s, d.landing_wait_s, d.slot_wait_s, d.tail_s
     told = (*waits, *far, d.page_wait_s or -1.0, score_s - own_s or -1.0)
     miss = _decode_miss(d)
-    return Candidate(d.instance.ref, Role.DECODE, "", score_s, told, d.at_decode, miss=miss, short=d.short, crowd=crowd)
+    return Candidate(
+        d.instance.ref,
+        Role.DECODE,
+        "",
+        score_s,
+        told,
+        d.at_decode,
+        miss=miss,
+        short=d.short,
+        crowd=crowd,
+        axes=d.instance.axes,
+    )
 
 
 def _far(worth: NearInstances, instance_id: str) -> float:

@@ -44,6 +44,15 @@ class Pools:
         return {hint.role: hint.change for hint in self.scale.hints}
 
 
+def test_places_of_one_instance_count_once() -> None:
+    """Two instances of two places each: work for 1.2 places is work for 0.6 instances."""
+    pools = Pools(P)
+    pools.fleet += [instance(name, D) for name in ("d0", "d0.dp1", "d1", "d1.dp1")]
+    assert pools.look(Demand(0.1, 1.2)) == {P: 0, D: 0}
+    assert [(hint.role, hint.instances) for hint in pools.scale.hints] == [(P, 1), (D, 2)]
+    assert pools.look(Demand(0.1, 4.9)) == {P: 0, D: 2}  # 2.45 / 0.7 = 3.5
+
+
 def test_more_are_wanted_at_once_and_fewer_after_a_while_of_calm() -> None:
     pools = Pools(P, P, D)
     assert pools.look(Demand(1.2, 0.4)) == {P: 0, D: 0}

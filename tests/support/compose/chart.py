@@ -67,6 +67,22 @@ ON_NODES: Manifest = {
 }
 
 
+# Decode instances whose ranks are in three pods each, under TLS.
+SEVERAL_PODS: Manifest = {
+    "tls": {"secrets": {one: f"{one}s" for one in ("instance", "store", "conductor", "gateway")}},
+    "decode": {
+        "replicas": 2,
+        "mesh": "pp=3,tp=2,ep=tp",
+        "rankHosts": 2,
+        "rankNetwork": "10.0.0.0/8",
+        "device": "cuda",
+        "gpus": 2,
+        "config": {"max_running": 8, "rdma_mtu": 4096},
+    },
+    "autoscaling": {"kind": "hpa"},
+}
+
+
 @dataclass(frozen=True)
 class Helm:
     """Renders the chart. `program`: helm's path."""
@@ -130,6 +146,7 @@ def selects(selector: Manifest, labels: Mapping[str, str]) -> bool:
 def environment(container: Manifest) -> dict[str, str]:
     """As the process will see it: references filled with what such a thing looks like."""
     like = {"status.podIP": "10.1.2.3", "spec.nodeName": "node-7", "metadata.name": "chat-kvmesh-pod-x1"}
+    like["metadata.labels['apps.kubernetes.io/pod-index']"] = "1"
     found: dict[str, str] = {}
     for entry in container.get("env", []):
         assert entry["name"] not in found, f"{entry['name']} is set twice"

@@ -12,7 +12,6 @@ from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ALONE, ExpertsCut, RankMesh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampledToken, SampleParams, pages_over, shard_layout
-from kvmesh.engine.stages import stage_layers
 from tests.support.reference import Forced
 
 NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
@@ -41,8 +40,7 @@ class Stepper:
     ) -> None:
         self.checkpoint = open_checkpoint(path)
         config, self.mesh = self.checkpoint.config, mesh
-        layers = stage_layers(config, mesh.axes, mesh.rank)
-        self.layout = shard_layout(config, dtype, block_tokens, mesh.tp.rank, mesh.tp.size, layers)
+        self.layout = shard_layout(config, dtype, block_tokens, mesh.axes, mesh.rank)
         self.memory = bytearray([NAN_BYTE]) * (self.layout.shard_bytes * num_pages)
         self.pages = pages_over(self.memory, self.layout, num_pages, dtype)
         self.runner = Runner(self.checkpoint, dtype, "cpu", block_tokens, self.pages, mesh, experts_cut=experts_cut)

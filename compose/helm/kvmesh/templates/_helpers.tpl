@@ -50,6 +50,18 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- join "," $members -}}
 {{- end -}}
 
+{{/* How many ranks an instance of these values has: the product of its axes, or tensorParallel */}}
+{{- define "kvmesh.world" -}}
+{{- $world := int .tensorParallel -}}
+{{- if .mesh -}}
+{{- $world = 1 -}}
+{{- range regexFindAll "(^|,)(dp|pp|cp|tp)=[0-9]+" .mesh -1 -}}
+{{- $world = mul $world (int (regexReplaceAll "^,?[a-z]+=" . "")) -}}
+{{- end -}}
+{{- end -}}
+{{- $world -}}
+{{- end -}}
+
 {{/* Environment. Everybody's: dict "root" $ */}}
 {{- define "kvmesh.env" -}}
 {{- $values := .root.Values -}}

@@ -1,0 +1,237 @@
+"""Tokens a second with and without drafts, by drafter and by kind of text, on this machine's CPU.
+
+    python -m benchmarks.speculation --model examples/demo-model --rounds 30 --json benchmarks/results/speculation.json
+
+One rank's steps (`kvmesh.ranks.worker.steps`), in this process, without services: `--batch` requests begin together and
+each is answered with `--tokens` tokens. Every way answers the same prompts in turn, round by round; a ratio is the
+median of the rounds' ratios, with the interval that holds the median of what they are drawn from in 95 of 100 cases.
+All ways must say the same tokens, which is checked in each round (in bfloat16 two of a draft's logits may tie: those
+rounds are counted and told).
+
+Kinds of text: *repetitive* asks for a list again, greedily; *code* goes on with a file of functions that resemble each
+other, greedily; *rollout* samples several answers to one prompt; *hostile* is a prompt of random tokens, answered at a
+temperature at which nothing is to be foreseen. *asked-code*, *asked-chat* and *asked-rollout* are held-out chats of
+those that `examples/measured-model` was trained on (`scripts.measured_texts`), another one each round, greedily. Where
+the checkpoint has an MTP head, it drafts, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import Template
+from tokenizers import Tokenizer
+
+from benchmarks.turns import interval, ratios, take_turns
+from kvmesh.drafts.ngram import NgramDrafter
+from kvmesh.drafts.speculator import MOST_DRAFT, Speculator
+from kvmesh.drafts.suffix import SuffixDrafter
+from kvmesh.engine.batch import PrefillInput, SampleParams
+from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.mtp import MtpDrafter
+from kvmesh.engine.runner import Runner, shard_layout, torch_dtype
+from kvmesh.kvcache.keys import pack_tokens
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.steps import Steps
+from scripts.measured_texts import held_out
+
+BLOCK = 16
+ITEMS = ("apple", "river", "stone", "lamp", "cloud", "paper", "bridge", "garden")
+RECORDS = "".join(f"- item {n}: {ITEMS[n % 8]}, price {n * 7 % 40}, stock {n * 3 % 20}\n" for n in range(12))
+CODE = "".join(
+    f"def get_{name}(self) -> int:\n    value = self._{name}\n    if value is None:\n        raise KeyError('{name}')\n"
+    "    return value\n\n"
+    for name in ITEMS
+)
+PROMPTS = {
+    "repetitive": "Here is a list.\n" + RECORDS + "The same list once more.\n" + RECORDS,
+    "code": CODE + CODE,
+    "rollout": "Tell a short story about a lamp and a river.",
+}
+SAMPLED = {"rollout": 0.6, "hostile": 1.4}
+
+
+class NoPusher:
+    """Stands for what pushes KV of prompts: nothing is pushed."""
+
+    def step_begins(self, items: Sequence[m.PrefillItem]) -> None:
+        pass
+
+
+@dataclass
+class Bench:
+    """One model, and what each way has made of it."""
+
+    path: Path
+    dtype: str
+    tokens: int
+    batch: int
+    prompts: list[list[int]] = field(default_factory=list)  # one a round, in turn
+    temperature: float = 0.0
+    said: dict[str, list[list[int]]] = field(default_factory=dict)
+    counts: dict[str, list[int]] = field(default_factory=dict)  # steps, tokens, drafted, kept
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checkpoint = open_checkpoint(self.path)
+        layout = shard_layout(checkpoint.config, self.dtype, BLOCK)
+        self.longest = checkpoint.config.max_context_tokens
+        self.vocab = checkpoint.config.vocab_size
+        self.row_pages = -(-(self.longest) // BLOCK)
+        pages = torch.zeros(self.batch * self.row_pages, *layout.shape, dtype=torch_dtype(self.dtype))
+        self.runner = Runner(checkpoint, self.dtype, "cpu", BLOCK, pages, mtp=checkpoint.has_mtp)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.prompts[self.seed % len(self.prompts)]
+
+    @property
+    def ways(self) -> list[str]:
+        return [name for name in WAYS if self.runner.mtp is not None or "mtp" not in name]
+
+    def run(self, way: str, speculators: dict[str, Speculator | None]) -> None:
+        """Answers all requests of a round. A speculator lives as long as a rank does: it is kept from round to
+        round."""
+        if way not in speculators:
+            speculators[way] = WAYS[way](self.runner)
+        messages: list[Any] = []
+        pusher: Any = NoPusher()
+        steps = Steps(self.runner, pusher, BLOCK, messages.append, speculator=speculators[way])
+        for row in range(self.batch):
+            pages = tuple(range(row * self.row_pages, (row + 1) * self.row_pages))
+            seed = 1000 * self.seed + row
+            params = SampleParams(temperature=self.temperature, seed=seed)
+            [first] = self.runner.prefill([PrefillInput(self.prompt, 0, pages, params)])
+            assert first is not None
+            sampling = m.Sampling(self.temperature, 1.0, 0, seed)
+            history = m.TokenHistory(pack_tokens(self.prompt), pack_tokens([first.token_id]))
+            steps.join(
+                m.Join(row, pages, len(self.prompt), first.token_id, 0, self.tokens, 0, (), sampling, said=history)
+            )
+        made: list[list[int]] = [[] for _ in range(self.batch)]
+        while steps.has_work:
+            steps.run(None, lambda: None)
+        for step in messages:
+            for token in step.tokens:
+                made[token.handle].append(token.token_id)
+        self.said[way] = made
+        counts = self.counts.setdefault(way, [0, 0, 0, 0])
+        counts[0] += sum(step.batch for step in messages)
+        counts[1] += sum(len(step.tokens) for step in messages)
+        counts[2] += sum(drafted for step in messages for _, drafted, _ in step.drafts)
+        counts[3] += sum(kept for step in messages for _, _, kept in step.drafts)
+
+
+HEAD_PAGES = 1024
+WAYS: dict[str, Callable[[Runner], Speculator | None]] = {
+    "off": lambda _: None,
+    "ngram": lambda _: Speculator([NgramDrafter()], MOST_DRAFT),
+    "suffix": lambda _: Speculator([SuffixDrafter()], MOST_DRAFT),
+    "mtp": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES)], MOST_DRAFT),
+    "mtp+ngram": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES), NgramDrafter()], MOST_DRAFT),
+}
+
+
+def held_out_prompts(path: Path, kind: str, count: int) -> list[list[int]]:
+    """Returns chats that the measured model has not seen, up to their last answer."""
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    template = Template(json.loads((path / "tokenizer_config.json").read_text())["chat_template"])
+    asked = [template.render(messages=chat[:-1], add_generation_prompt=True) for chat in held_out(kind, count)]
+    return [tokenizer.encode(text).ids for text in asked]
+
+
+def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
+    """Returns the figures of one kind of text."""
+    noise = random.Random(7)
+    if kind == "hostile":
+        bench.prompts = [[noise.randrange(bench.vocab) for _ in range(200)]]
+    elif kind.startswith("asked-"):
+        bench.prompts = held_out_prompts(bench.path, kind.removeprefix("asked-"), rounds)
+    else:
+        ids = Tokenizer.from_file(str(bench.path / "tokenizer.json")).encode(PROMPTS[kind]).ids
+        bench.prompts = [ids[-(bench.longest - bench.tokens - 1) :]]
+    bench.temperature = SAMPLED.get(kind, 0.0)
+    bench.said, bench.counts = {}, {}
+    speculators: dict[str, Speculator | None] = {}
+    other = 0
+
+    def way(name: str) -> Callable[[], None]:
+        def work() -> None:
+            nonlocal other
+            if name == "off":
+                bench.seed += 1
+            bench.run(name, speculators)
+            other += bench.said[name] != bench.said["off"]
+
+        return work
+
+    seconds = take_turns({name: way(name) for name in bench.ways}, rounds)
+    if other and bench.dtype == "float32":
+        raise SystemExit(f"{kind}: {other} answers differ from those without drafts")
+    found: dict[str, Any] = {"prompt_tokens": len(bench.prompt), "answers_that_differ": other}
+    answered = bench.batch * (bench.tokens - 1)
+    for name in bench.ways:
+        steps, tokens, drafted, kept = bench.counts[name]
+        gains = ratios(seconds["off"], seconds[name])
+        low, high = interval(gains)
+        found[name] = {
+            "tokens_per_s": round(answered / statistics.median(seconds[name]), 1),
+            "tokens_a_step": round(tokens / steps, 3),
+            "drafted": drafted,
+            "kept": kept,
+            "ratio": round(statistics.median(gains), 3),
+            "interval": [round(low, 3), round(high, 3)],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("examples/demo-model"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kinds", default=",".join((*PROMPTS, "hostile")))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    bench = Bench(options.model, options.dtype, options.tokens, options.batch)
+    found: dict[str, Any] = {
+        "model": options.model.name,
+        "dtype": options.dtype,
+        "tokens": options.tokens,
+        "batch": options.batch,
+        "rounds": options.rounds,
+        "threads": options.threads,
+        "machine": platform.machine(),
+        "numpy": np.__version__,
+    }
+    for kind in options.kinds.split(","):
+        found[kind] = measure(bench, kind, options.rounds)
+        for name in bench.ways:
+            one = found[kind][name]
+            print(
+                f"{kind:13} {name:9} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
+                f"kept {one['kept']}/{one['drafted']}  x{one['ratio']:.2f} [{one['interval'][0]:.2f}, "
+                f"{one['interval'][1]:.2f}]",
+                flush=True,
+            )
+        print(f"{kind:13} answers that differ: {found[kind]['answers_that_differ']}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
