@@ -34,6 +34,15 @@ class TensorSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
+    @property
+    def mtp(self) -> Mapping[str, TensorInfo]:
+        """The tensors of an MTP head; a head that is loaded keeps its own through an update."""
+
+    def check_mtp(self) -> None:
+        """Raises CheckpointError unless there is a whole MTP head."""
+
+    def info(self, name: str) -> TensorInfo: ...
+
     def raw(self, name: str) -> memoryview:
         """Returns the bytes of a tensor. Raises KvmeshError when they cannot be had."""
 

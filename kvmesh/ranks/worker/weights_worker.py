@@ -13,7 +13,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.runner import Runner
 from kvmesh.engine.tensors import canonical_name
 from kvmesh.engine.weights_update import TensorSource, WeightsUpdate
-from kvmesh.errors import InternalError, InvalidRequest, KvmeshError, TransferError
+from kvmesh.errors import CheckpointError, InternalError, InvalidRequest, KvmeshError, TransferError
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import Opcode, TransferEngine, TransferRequest, TransferState
 
@@ -37,6 +37,7 @@ class TrainerTensors:
             name = canonical_name(config, one.name)
             found[name] = TensorInfo(name, one.dtype, one.shape, Path("trainer"), one.offset, nbytes)
         self.config = config
+        self.mtp: Mapping[str, TensorInfo] = {}
         self.tensors: Mapping[str, TensorInfo] = {
             name: found[name] for name in check_tensors(config, found, "the trainer's tensors")
         }
@@ -44,6 +45,14 @@ class TrainerTensors:
         self._segment = engine.open_segment(message.segment)
         largest = max(info.nbytes for info in self.tensors.values())
         self._bounce = engine.allocate(min(BOUNCE_BYTES, largest))
+
+    def check_mtp(self) -> None:
+        raise CheckpointError(
+            "a trainer's tensors are those of the model alone, without an MTP head", field="speculate"
+        )
+
+    def info(self, name: str) -> TensorInfo:
+        return self.tensors[name]
 
     def raw(self, name: str) -> memoryview:
         info, bounce = self.tensors[name], self._bounce
