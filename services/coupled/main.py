@@ -131,6 +131,11 @@ class CoupledShell:
         self.core.own = lambda message: self.runner.take(own, message)
         self.runner.shell.fed, self.core.shell.fed = self._prefill_fed, self._decode_fed
         self._shut()
+        front.can_pause(self.core, self.runner, on_weights=self._weights_changed)
+
+    def _weights_changed(self) -> None:
+        self.core.weights_changed()
+        prefill.follow_weights(self.front, self.runner)
 
     async def serve(self) -> None:
         """Serves with the front; raises as `Front.serve` does."""

@@ -261,6 +261,9 @@ class PrefillState:
                     self._lives.abort(self.handoffs[handle], Unavailable(self._refusing))
             case ev.Doors():
                 self._doors = event
+            case ev.EndHandoffs(error):
+                for h in list(self.handoffs.values()):
+                    self._lives.abort(h, error)
             case Tick():
                 pass
         self._expire(now)
