@@ -305,7 +305,7 @@ class ShardLayout(_message.Message):
     group: _builtins.int
     """cache group that the shard is of; no plan joins two groups"""
     turn: _builtins.int
-    """block b of a prompt lies at this rank iff b % turns == turn"""
+    """which of `turns` equal parts of block_tokens tokens lies at this rank"""
     turns: _builtins.int
     """0: 1"""
     def __init__(
