@@ -8,6 +8,9 @@ median of the rounds' ratios, with the interval that holds the median of what th
 All ways must say the same tokens, which is checked in each round (in bfloat16 two of a draft's logits may tie: those
 rounds are counted and told).
 
+On a machine that others use, too, look at processor time (of one thread: time without what the others took), and at
+*again*, which is *off* once more.
+
 Kinds of text: *repetitive* asks for a list again, greedily; *code* goes on with a file of functions that resemble each
 other, greedily; *rollout* samples several answers to one prompt; *hostile* is a prompt of random tokens, answered at a
 temperature at which nothing is to be foreseen. *asked-code*, *asked-chat* and *asked-rollout* are held-out chats of
@@ -27,6 +30,7 @@ import platform
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +42,7 @@ from jinja2 import Template
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks.turns import interval, ratios, take_turns
+from benchmarks.turns import interval, ratios
 from kvmesh.drafts.ngram import NgramDrafter
 from kvmesh.drafts.speculator import MOST_DRAFT, Speculator
 from kvmesh.drafts.suffix import SuffixDrafter
@@ -141,6 +145,7 @@ class Bench:
 HEAD_PAGES = 1024
 WAYS: dict[str, Callable[[Runner], Speculator | None]] = {
     "off": lambda _: None,
+    "again": lambda _: None,  # off once more: what the machine alone makes of a ratio
     "ngram": lambda _: Speculator([NgramDrafter()], MOST_DRAFT),
     "suffix": lambda _: Speculator([SuffixDrafter()], MOST_DRAFT),
     "mtp": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES)], MOST_DRAFT),
@@ -193,27 +198,28 @@ def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
     bench.temperature = SAMPLED.get(kind, 0.0)
     bench.said, bench.counts = {}, {}
     speculators: dict[str, Speculator | None] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in bench.ways}
+    computed: dict[str, list[float]] = {name: [] for name in bench.ways}
     other = 0
-
-    def way(name: str) -> Callable[[], None]:
-        def work() -> None:
-            nonlocal other
-            if name == "off":
-                bench.seed += 1
+    for turn in range(-1, rounds):  # the first is not timed
+        bench.seed += 1
+        at = turn % len(bench.ways)
+        for name in [*bench.ways][at:] + [*bench.ways][:at]:  # each way is first as often as the others
+            began, busy = time.perf_counter(), time.process_time()
             bench.run(name, speculators)
-            other += bench.said[name] != bench.said["off"]
-
-        return work
-
-    seconds = take_turns({name: way(name) for name in bench.ways}, rounds)
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - began)
+                computed[name].append(time.process_time() - busy)
+        other += sum(bench.said[name] != bench.said["off"] for name in bench.ways)
     if other and bench.dtype == "float32":
         raise SystemExit(f"{kind}: {other} answers differ from those without drafts")
     found: dict[str, Any] = {"prompt_tokens": len(bench.prompt), "answers_that_differ": other}
     answered = bench.batch * (bench.tokens - 1)
     for name in bench.ways:
         steps, tokens, drafted, kept = bench.counts[name]
-        gains = ratios(seconds["off"], seconds[name])
+        gains, busy_gains = ratios(seconds["off"], seconds[name]), ratios(computed["off"], computed[name])
         low, high = interval(gains)
+        busy_low, busy_high = interval(busy_gains)
         found[name] = {
             "tokens_per_s": round(answered / statistics.median(seconds[name]), 1),
             "tokens_a_step": round(tokens / steps, 3),
@@ -221,6 +227,8 @@ def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
             "kept": kept,
             "ratio": round(statistics.median(gains), 3),
             "interval": [round(low, 3), round(high, 3)],
+            "cpu_ratio": round(statistics.median(busy_gains), 3),
+            "cpu_interval": [round(busy_low, 3), round(busy_high, 3)],
         }
     return found
 
@@ -264,7 +272,8 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> None:
             print(
                 f"{kind:13} {name:9} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
                 f"kept {one['kept']}/{one['drafted']}  x{one['ratio']:.2f} [{one['interval'][0]:.2f}, "
-                f"{one['interval'][1]:.2f}]",
+                f"{one['interval'][1]:.2f}]  by processor time x{one['cpu_ratio']:.3f} [{one['cpu_interval'][0]:.3f}, "
+                f"{one['cpu_interval'][1]:.3f}]",
                 flush=True,
             )
         print(f"{kind:13} answers that differ: {found[kind]['answers_that_differ']}", flush=True)
