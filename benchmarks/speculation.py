@@ -13,7 +13,13 @@ On a machine that others use, too, look at processor time (of one thread: time w
 
 Kinds of text: *repetitive* asks for a list again, greedily; *code* goes on with a file of functions that resemble each
 other, greedily; *rollout* samples several answers to one prompt; *hostile* is a prompt of random tokens, answered at a
-temperature at which nothing is to be foreseen.
+temperature at which nothing is to be foreseen. *asked-code*, *asked-chat* and *asked-rollout* are held-out chats of
+those that `examples/measured-model` was trained on (`scripts.measured_texts`), another one each round, greedily. Where
+the checkpoint has an MTP head, it drafts, too.
+
+With `--layers` a copy of the model is measured that has so many layers: those behind its own compute as much as others
+and add nothing, so that it says the same, and a step of its head is as small a part of its own as in a model of that
+depth.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import json
 import platform
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import Template
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks.turns import interval, ratios
@@ -39,10 +48,12 @@ from kvmesh.drafts.speculator import MOST_DRAFT, Speculator
 from kvmesh.drafts.suffix import SuffixDrafter
 from kvmesh.engine.batch import PrefillInput, SampleParams
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.mtp import MtpDrafter
 from kvmesh.engine.runner import Runner, shard_layout, torch_dtype
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.steps import Steps
+from scripts.measured_texts import held_out
 
 BLOCK = 16
 ITEMS = ("apple", "river", "stone", "lamp", "cloud", "paper", "bridge", "garden")
@@ -75,7 +86,7 @@ class Bench:
     dtype: str
     tokens: int
     batch: int
-    prompt: list[int] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)  # one a round, in turn
     temperature: float = 0.0
     said: dict[str, list[list[int]]] = field(default_factory=dict)
     counts: dict[str, list[int]] = field(default_factory=dict)  # steps, tokens, drafted, kept
@@ -88,13 +99,21 @@ class Bench:
         self.vocab = checkpoint.config.vocab_size
         self.row_pages = -(-(self.longest) // BLOCK)
         pages = torch.zeros(self.batch * self.row_pages, *layout.shape, dtype=torch_dtype(self.dtype))
-        self.runner = Runner(checkpoint, self.dtype, "cpu", BLOCK, pages)
+        self.runner = Runner(checkpoint, self.dtype, "cpu", BLOCK, pages, mtp=checkpoint.has_mtp)
 
-    def run(self, way: str, make: Callable[[], Speculator | None], speculators: dict[str, Speculator | None]) -> None:
+    @property
+    def prompt(self) -> list[int]:
+        return self.prompts[self.seed % len(self.prompts)]
+
+    @property
+    def ways(self) -> list[str]:
+        return [name for name in WAYS if self.runner.mtp is not None or "mtp" not in name]
+
+    def run(self, way: str, speculators: dict[str, Speculator | None]) -> None:
         """Answers all requests of a round. A speculator lives as long as a rank does: it is kept from round to
         round."""
         if way not in speculators:
-            speculators[way] = make()
+            speculators[way] = WAYS[way](self.runner)
         messages: list[Any] = []
         pusher: Any = NoPusher()
         steps = Steps(self.runner, pusher, BLOCK, messages.append, speculator=speculators[way])
@@ -123,43 +142,80 @@ class Bench:
         counts[3] += sum(kept for step in messages for _, _, kept in step.drafts)
 
 
-WAYS: dict[str, Callable[[], Speculator | None]] = {
-    "off": lambda: None,
-    "again": lambda: None,  # off once more: what the machine alone makes of a ratio
-    "ngram": lambda: Speculator([NgramDrafter()], MOST_DRAFT),
-    "suffix": lambda: Speculator([SuffixDrafter()], MOST_DRAFT),
+HEAD_PAGES = 1024
+WAYS: dict[str, Callable[[Runner], Speculator | None]] = {
+    "off": lambda _: None,
+    "again": lambda _: None,  # off once more: what the machine alone makes of a ratio
+    "ngram": lambda _: Speculator([NgramDrafter()], MOST_DRAFT),
+    "suffix": lambda _: Speculator([SuffixDrafter()], MOST_DRAFT),
+    "mtp": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES)], MOST_DRAFT),
+    "mtp+ngram": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES), NgramDrafter()], MOST_DRAFT),
 }
+
+
+def deepened(path: Path, layers: int, folder: Path) -> Path:
+    """Writes a copy of a checkpoint whose layers are dense, with layers behind its own that add zeros to the residual,
+    and its head behind these."""
+    raw = json.loads((path / "config.json").read_text())
+    own, generator = raw["num_hidden_layers"], torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        if name.startswith(f"model.layers.{own}."):
+            name = name.replace(f"layers.{own}.", f"layers.{layers}.")
+        tensors[name] = value
+    for name, value in list(tensors.items()):
+        for layer in range(own, layers) if name.startswith("model.layers.0.") else ():
+            ends = name.endswith(("o_proj.weight", "down_proj.weight"))
+            made = torch.zeros(value.shape) if ends else torch.randn(value.shape, generator=generator) * 0.05
+            tensors[name.replace("layers.0.", f"layers.{layer}.")] = made.to(value.dtype)
+    raw |= {"num_hidden_layers": layers, "first_k_dense_replace": layers + 1}
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((path / file).read_bytes())
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def held_out_prompts(path: Path, kind: str, count: int) -> list[list[int]]:
+    """Returns chats that the measured model has not seen, up to their last answer."""
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    template = Template(json.loads((path / "tokenizer_config.json").read_text())["chat_template"])
+    asked = [template.render(messages=chat[:-1], add_generation_prompt=True) for chat in held_out(kind, count)]
+    return [tokenizer.encode(text).ids for text in asked]
 
 
 def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
     """Returns the figures of one kind of text."""
     noise = random.Random(7)
     if kind == "hostile":
-        bench.prompt = [noise.randrange(bench.vocab) for _ in range(200)]
+        bench.prompts = [[noise.randrange(bench.vocab) for _ in range(200)]]
+    elif kind.startswith("asked-"):
+        bench.prompts = held_out_prompts(bench.path, kind.removeprefix("asked-"), rounds)
     else:
-        found = Tokenizer.from_file(str(bench.path / "tokenizer.json")).encode(PROMPTS[kind]).ids
-        bench.prompt = found[-(bench.longest - bench.tokens - 1) :]
+        ids = Tokenizer.from_file(str(bench.path / "tokenizer.json")).encode(PROMPTS[kind]).ids
+        bench.prompts = [ids[-(bench.longest - bench.tokens - 1) :]]
     bench.temperature = SAMPLED.get(kind, 0.0)
     bench.said, bench.counts = {}, {}
     speculators: dict[str, Speculator | None] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    computed: dict[str, list[float]] = {name: [] for name in WAYS}
+    seconds: dict[str, list[float]] = {name: [] for name in bench.ways}
+    computed: dict[str, list[float]] = {name: [] for name in bench.ways}
     other = 0
     for turn in range(-1, rounds):  # the first is not timed
         bench.seed += 1
-        at = turn % len(WAYS)
-        for name in [*WAYS][at:] + [*WAYS][:at]:  # each way is first as often as the others
+        at = turn % len(bench.ways)
+        for name in [*bench.ways][at:] + [*bench.ways][:at]:  # each way is first as often as the others
             began, busy = time.perf_counter(), time.process_time()
-            bench.run(name, WAYS[name], speculators)
+            bench.run(name, speculators)
             if turn >= 0:
                 seconds[name].append(time.perf_counter() - began)
                 computed[name].append(time.process_time() - busy)
-        other += sum(bench.said[name] != bench.said["off"] for name in WAYS)
+        other += sum(bench.said[name] != bench.said["off"] for name in bench.ways)
     if other and bench.dtype == "float32":
         raise SystemExit(f"{kind}: {other} answers differ from those without drafts")
     found: dict[str, Any] = {"prompt_tokens": len(bench.prompt), "answers_that_differ": other}
     answered = bench.batch * (bench.tokens - 1)
-    for name in WAYS:
+    for name in bench.ways:
         steps, tokens, drafted, kept = bench.counts[name]
         gains, busy_gains = ratios(seconds["off"], seconds[name]), ratios(computed["off"], computed[name])
         low, high = interval(gains)
@@ -186,15 +242,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kinds", default=",".join((*PROMPTS, "hostile")))
+    parser.add_argument("--layers", type=int, default=0, help="measure a copy that is so deep")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    bench = Bench(options.model, options.dtype, options.tokens, options.batch)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = deepened(options.model, options.layers, Path(scratch)) if options.layers else options.model
+        bench = Bench(path, options.dtype, options.tokens, options.batch)
+        measure_all(bench, options)
+
+
+def measure_all(bench: Bench, options: argparse.Namespace) -> None:
+    """Measures each kind of text, prints the figures and writes them."""
     found: dict[str, Any] = {
         "model": options.model.name,
         "dtype": options.dtype,
         "tokens": options.tokens,
         "batch": options.batch,
+        "layers": bench.runner.config.layers,
         "rounds": options.rounds,
         "threads": options.threads,
         "machine": platform.machine(),
@@ -202,16 +267,16 @@ def main() -> None:
     }
     for kind in options.kinds.split(","):
         found[kind] = measure(bench, kind, options.rounds)
-        for name in WAYS:
+        for name in bench.ways:
             one = found[kind][name]
             print(
-                f"{kind:10} {name:7} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
+                f"{kind:13} {name:9} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
                 f"kept {one['kept']}/{one['drafted']}  x{one['ratio']:.2f} [{one['interval'][0]:.2f}, "
                 f"{one['interval'][1]:.2f}]  by processor time x{one['cpu_ratio']:.3f} [{one['cpu_interval'][0]:.3f}, "
                 f"{one['cpu_interval'][1]:.3f}]",
                 flush=True,
             )
-        print(f"{kind:10} answers that differ: {found[kind]['answers_that_differ']}", flush=True)
+        print(f"{kind:13} answers that differ: {found[kind]['answers_that_differ']}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -23,6 +23,7 @@ from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.context import context_turn
+from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.moe import count_choices, exchanged_experts
@@ -35,6 +36,7 @@ from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
 from kvmesh.engine.stages import BusyTime, stage_groups, stage_layers
 from kvmesh.engine.weights import Weights
+from kvmesh.engine.weights_update import TensorSource, WeightsUpdate
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import CacheGroup, is_single
 from kvmesh.kvcache.layout import ShardLayout
@@ -151,6 +153,7 @@ class Runner:
         self._sampler = Sampler(self.device)
         self.tolerant = mesh.axes.pp > 1
         self._check_pages(pages)
+        self._experts_cut: ExpertsCut = experts_cut
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, mesh, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
@@ -159,13 +162,25 @@ class Runner:
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
             self.expert_counts = count_choices(self.model.layers, experts, self.device, self.stage_layers.start)
+        self._exchanged = exchanged_experts(self.model.layers)  # before MLPs are those of shared tokens
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
-        self._exchanged = exchanged_experts(self.model.layers)
         if self.mtp is not None and exchanged_experts([self.mtp.layer]):
             raise ConfigError("speculate=mtp: the head's experts would lie over dp", field="speculate")
         self.rounds = share_rounds(self._exchanged, mesh, self.device)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
+
+    def new_weights(self, source: TensorSource) -> WeightsUpdate:
+        """Returns what puts the weights of `source` in the place of those that the model has. No step may run between
+        the begin and the end of `WeightsUpdate.apply`, and what is in pages is of the old weights."""
+
+        def build(weights: Weights) -> DecoderModel:
+            made = MODELS[self.config.architecture](self._own, weights)
+            share_tokens(made.layers, self.mesh.group("cp"))
+            return made
+
+        weights = Weights(source, self._dtype, self.device, self.mesh, self._experts_cut)
+        return WeightsUpdate(self.model, weights, build)
 
     def use_pages(
         self,
@@ -197,13 +212,13 @@ class Runner:
             self.attention.capturable
             and self.mesh.world.capturable
             and self.model.capturable
-            and not self._exchanged
             and self._stage.alone
             and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
             with torch.inference_mode():
-                self._capture(max_rows, max_tokens)
+                # Of a step with prompts, what exchanged experts send depends on all places' tokens: it is not captured.
+                self._capture(max_rows, max_tokens if self.rounds is None else 0)
 
     def _backend(self, pages: torch.Tensor, layers: Sequence[int]) -> AttentionBackend:
         if self.config.latent is None:
@@ -217,6 +232,8 @@ class Runner:
         that hold its calls."""
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
+        if self.rounds is not None:
+            self.rounds.sizes = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -287,6 +304,8 @@ class Runner:
                 self.mesh.world,
                 max_rows or MAX_ROWS,
             )
+            if self.rounds is not None:
+                self.rounds.sizes = self.graphs.sizes
         if max_tokens != 0 and not (self.graphs and self.graphs.failed):
             self.pieces = PieceGraphs(
                 self.model, self.attention, piece_sizes(self._own, max_tokens), capture, self.expert_counts
@@ -296,6 +315,8 @@ class Runner:
         """Computes a decode step's logits by launches that can be captured. Rows that stand for none are at position 0,
         where no decode row is, and choose no expert that is counted."""
         positions, counts = plan.positions, self.expert_counts
+        if self.rounds is not None:
+            self.rounds.padded = len(tokens)  # rows that exchanged experts send, those for none among them
         with nullcontext() if counts is None else counts.only(counts.once(positions > 0)):
             return self.model.logits(self.model.hidden(tokens, positions, _attend(plan, None)))
 
@@ -354,10 +375,12 @@ class Runner:
         if not self._stage.last:
             params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        graphs, size = self.graphs if not items and on_hidden is None else None, None
         if self.rounds is not None:
-            self.rounds.begin(end)
-        if self.graphs is not None and not items and on_hidden is None:
-            logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
+            self.rounds.begin(end, graphs is not None and graphs.holds(self._tables(rows)))
+            size = self.rounds.replayed
+        if graphs is not None:
+            logits = graphs.logits(rows.token_ids, self._tables(rows), rows.positions, size=size)
             if logits is not None:
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
@@ -398,10 +421,14 @@ class Runner:
     @torch.inference_mode()
     def serve(self, between_layers: Callable[[], None] | None = None) -> None:
         """Takes part in a step of other data-parallel ranks, with no token of its own: their tokens get this rank's
-        experts."""
+        experts. `between_layers` is called in a step that is launched, not in one that is replayed."""
         if self.rounds is None:
             return
-        self.rounds.begin(0)
+        self.rounds.begin(0, True)
+        if self.rounds.replayed:
+            assert self.graphs is not None, "every rank has what all replay"
+            self.graphs.replay_for_nobody(self.rounds.replayed)
+            return
         for block in self._exchanged if self.rounds.anyone else ():
             block.serve()
             if between_layers is not None:

@@ -21,18 +21,20 @@ from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.engine.axes import Axes
-from kvmesh.errors import ConfigError, InternalError, KvmeshError
+from kvmesh.errors import ConfigError, FailedWeights, InternalError, InvalidRequest, KvmeshError, Paused
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
 from kvmesh.instance.host_link import RankHostLink, ranks_at
+from kvmesh.instance.pausing import InstancePause, PausableHalf, PauseMode
 from kvmesh.instance.profiling import RankProfiles
-from kvmesh.instance.served_weights import ServedWeights
+from kvmesh.instance.served_weights import LiveWeights, NewWeights, ServedWeights, WeightsTaken
 from kvmesh.instance.servicer import add_instance
 from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
+from kvmesh.kvcache.whole_blocks import whole_blocks
 from kvmesh.membership.evacuation import evacuate_node
 from kvmesh.membership.places import place_name
 from kvmesh.membership.registrar import Registrar
@@ -41,7 +43,7 @@ from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.devices import check_device, device_of
 from kvmesh.ranks.network import check_network
 from kvmesh.ranks.rendezvous import RendezvousStore
-from kvmesh.ranks.sizing import STEP_KEYS
+from kvmesh.ranks.sizing import STEP_KEYS, choose_order
 from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.ranks.turn_sockets import SECRET_BYTES
 from kvmesh.rpc.addresses import check_addresses, split_address
@@ -101,6 +103,9 @@ class Front:
         self._secret = secrets.token_bytes(SECRET_BYTES) if self._hosts else b""
         self.segments = PeerSegments(self.ranks)
         self.profiles = RankProfiles(self.ranks)
+        self._live = LiveWeights(self.ranks, config.weights_epoch)
+        self._pause = InstancePause(self.instance_id, ())
+        self._on_weights: Callable[[], None] = lambda: None
         self.blocks: BlockService | None = None
         self._grouped: GroupedMemory | None = None  # where the ranks keep several cache groups
         self._warm: WarmMemory | None = None
@@ -278,8 +283,6 @@ class Front:
         slots = sum(partition.store.total for partition in partitions.all())
         if c.warm_segment:
             self._warm = WarmMemory(c.warm_segment, self.ranks, slots, self.incarnation)
-        # A pool node has one rank: it puts objects of cache groups together from any cut, whole blocks it does not.
-        offloads = len(self.ranks) == 1 or self._grouped is not None
         self.blocks = BlockService(
             lambda: self.ref,
             self.ranks,
@@ -289,7 +292,7 @@ class Front:
             transports=c.transport_list,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
-            offload_percent=c.offload_percent if offloads else 100,
+            offload_percent=c.offload_percent,
             tiers=c.tiers(),
             returning=self._warm.candidates if self._warm is not None else None,
             gauges=self.gauges,
@@ -307,7 +310,9 @@ class Front:
             return self._grouped.partitions(store)
         readies = [rank.ready for rank in self.ranks]
         bases = tuple(ready.extent_base_offset for ready in readies)
-        return OnePartition(Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards))
+        shards, size = self.shards, readies[0].shard_bytes
+        whole = whole_blocks(readies[0].layout, shards) if len(shards) > 1 else None
+        return OnePartition(Partition(layout_tag(readies), size, store, bases, shards, whole=whole))
 
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
         if isinstance(message, m.StoreCall):
@@ -317,6 +322,8 @@ class Front:
         if self._warm is not None and self._warm.rank_said(message):
             return
         if self.blocks is not None and self.blocks.rank_said(rank, message):
+            return
+        if self._live.rank_said(rank, message):
             return
         if not self.profiles.rank_said(rank, message):
             self._on_message(rank, message)
@@ -334,6 +341,7 @@ class Front:
         if self._warm is not None:
             self._warm.close()  # the memory is still there, for the next incarnation
         self.profiles.ranks_lost(cause)
+        self._live.ranks_lost(cause)
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()
@@ -341,6 +349,13 @@ class Front:
     @property
     def not_ready_reason(self) -> str:
         """Why this instance should get no work now; "" when it should."""
+        if self._live.torn:
+            return self.unhealthy_reason or self._live.torn
+        return self.unhealthy_reason or (f"{Paused.PREFIX}{self._pause.reason}" if self._pause.reason else "")
+
+    @property
+    def unhealthy_reason(self) -> str:
+        """Why its ranks cannot be trusted to answer, or that it ends; "" when it is well, if perhaps paused."""
         if self._lost:
             return self._lost
         now, limit = time.monotonic(), self.config.rank_silence_ms / 1000
@@ -366,7 +381,8 @@ class Front:
 
     @property
     def weights(self) -> ServedWeights:
-        return ServedWeights(self.ranks[0].ready.fingerprint, self.config.weights_epoch)
+        """Which weights its ranks compute with now."""
+        return ServedWeights(self.ranks[0].ready.fingerprint, self._live.epoch)
 
     @property
     def card(self) -> pb.ModelCard:
@@ -380,7 +396,7 @@ class Front:
             vocab_size=ready.vocab_size,
             eos_token_ids=ready.eos_token_ids,
             kv_bytes_per_token=ready.kv_bytes_per_token if grouped is None else grouped.kv_bytes_per_token,
-            weights_epoch=c.weights_epoch,
+            weights_epoch=self._live.epoch,
             cache_groups=groups_to_wire(grouped.groups, grouped.object_bytes) if grouped is not None else (),
         )
 
@@ -443,6 +459,45 @@ class Front:
         if blocks is not None:
             blocks.start(self._registrar)
         self._tasks.append(asyncio.create_task(self._registrar.run(self._stop), name="registrar"))
+
+    # ── pauses, and weights that change ───────────────────────────────────────────────────────────
+
+    def can_pause(self, *halves: PausableHalf, on_weights: Callable[[], None]) -> None:
+        """Says how this instance is paused, decode before prefill. `on_weights` is called when its weights are
+        others."""
+        self._pause = InstancePause(self.instance_id, halves)
+        self._on_weights = on_weights
+
+    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
+        """Takes no requests until `resume`. Returns how many in flight were ended, once none is left. Raises
+        DeadlinePassed."""
+        try:
+            return await self._pause.pause(mode, reason, deadline_s)
+        finally:
+            self.urge()
+
+    def resume(self) -> int:
+        """Takes requests again; returns the epoch of the weights that they get. Raises FailedWeights while these are
+        not whole."""
+        if self._live.torn:
+            raise FailedWeights(f"{self.instance_id}: {self._live.torn}: it needs another update first")
+        self._pause.resume()
+        self.urge()
+        return self._live.epoch
+
+    async def update_weights(self, new: NewWeights, deadline_s: float) -> WeightsTaken:
+        """Takes other weights while it is paused, and stays so. Raises as `LiveWeights.update` does, and InvalidRequest
+        while requests may be in flight."""
+        if not self._pause.empty:
+            raise InvalidRequest("epoch: weights change while nothing runs: pause the instance first", field="epoch")
+        try:
+            taken = await self._live.update(new, deadline_s)
+        finally:
+            self.urge()
+        self._on_weights()
+        if self._registrar is not None:
+            self._registrar.serve(self.card)
+        return taken
 
     def become(self, role: pb.Role.ValueType) -> None:
         """Takes this role from now on; the conductor is told at once."""
@@ -584,6 +639,7 @@ def check_config(config: InstanceConfig) -> None:
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     device_of(config.device, 0, config.axes.world)
+    choose_order(config.async_steps, config.device, config.axes.world)
     try:
         config.axes.check_blocks(config.block_tokens)
     except ConfigError as error:

@@ -261,7 +261,7 @@ class Steps:
             self._send(m.DecodeStepDone(start, end, rows + others, context, tokens, beside, since_ns=since))
             self._rows_lost(lost, faults)
             if self._speculator is not None:
-                behind = dict(zip(handles, hidden[0].unsqueeze(1).unbind(), strict=True)) if hidden else {}
+                behind = {handle: hidden[0][row : row + 1] for row, handle in enumerate(handles)} if hidden else {}
                 self._tell_drafters(tokens, end - start if step is None else 0, behind)
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────

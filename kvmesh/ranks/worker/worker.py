@@ -20,6 +20,7 @@ from kvmesh.engine.stages import stage_layers
 from kvmesh.engine.work import chunk_products
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.kvcache.whole_blocks import shard_text
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.expert_metrics import ExpertStats
@@ -52,6 +53,7 @@ from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import host_region
+from kvmesh.ranks.worker.weights_worker import WeightsWorker
 from kvmesh.transfer import Notification, Range, TransferEngine
 from kvmesh.transfer.transports.registry import described
 
@@ -65,9 +67,14 @@ class Worker:
     """Has the rank's state. All methods run on the main thread unless they say otherwise."""
 
     def __init__(
-        self, configure: m.Configure, send: Callable[[m.ToFront], None], store: StoreCaller | None = None
+        self,
+        configure: m.Configure,
+        send: Callable[[m.ToFront], None],
+        store: StoreCaller | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
-        """`store` is where ranks on several hosts meet; None where all are on one."""
+        """`store` is where ranks on several hosts meet; None where all are on one. `between` is called now and then
+        by work that takes longer than a step."""
         started = time.monotonic()
         torch.set_num_threads(configure.threads)
         self._send = send
@@ -157,6 +164,7 @@ class Worker:
         )
         self._settings = f"{settings}; {memory.pages_use}" if memory.pages_use else settings
         self.profiler = StepProfiler(self.steps, self._runner, send)
+        self.weights = WeightsWorker(self._runner, self.engine, lambda: self.wants_step, send, between)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
@@ -245,14 +253,15 @@ class Worker:
         begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica
         place = f"{c.rank % replica}/{replica}"  # data-parallel groups have the same
         if not shapes:
-            return f"{begin} {c.dtype} {_part(self.layout)} rank {place}"
-        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {_part(s.layout)}" for s in shapes)
+            return f"{begin} {c.dtype} {shard_text(self.layout)} rank {place}"
+        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {shard_text(s.layout)}" for s in shapes)
         return f"{begin} {', '.join(parts)} rank {place}"
 
     def close(self) -> None:
         self.sums.close()
         self.tiers.close()
         self.grammars.close()
+        self.weights.close()
         if self.warm is not None:
             self.warm.close()
         self.memory.close()
@@ -398,6 +407,8 @@ class Worker:
                 self.profiler.begin(message)
             case m.ProfileStop(ticket):
                 self.profiler.stop(ticket)
+            case m.PrepareWeights() | m.ApplyWeights() | m.DropWeights():
+                self.weights.handle(message)
             case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
                 pass
             case _:
@@ -442,13 +453,6 @@ def _mesh(configure: m.Configure, device: torch.device, store: StoreCaller | Non
 
     interface = find_interface(configure.rank_network, configure.rank_route).name
     return RankMesh(axes, configure.rank, "", device, timeout_s, RankStore(store), interface)
-
-
-def _part(shape: ShardLayout) -> str:
-    """Returns a layout in words."""
-    dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
-    turn = f" T{shape.turn}/{shape.turns}" if shape.turns > 1 else ""
-    return f"{dims} L{shape.first_layer} H{shape.first_head}{turn}"
 
 
 def open_memory(
