@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LOOKS_EVERY = 6
 MOST_DRAFT = 7  # with the token before it, what one step computes of a row at most is 8
 WORTH = 0.05  # a chance below which no drafter is asked for what would be computed
+TIRES = 0.6  # what is left of the hope for a row after a step for which no draft of it was worth computing
 
 
 class DraftOf(NamedTuple):
@@ -106,7 +107,7 @@ class Speculator:
             lengths = choose_lengths(chances, lengths, share_ppm / PER_MILLION, self._again)
         for at in asked:
             row = self._rows[handles[at]]
-            row.hope = chances[at] if found[at].draft.tokens else row.hope * 0.9
+            row.hope = chances[at] if lengths[at] else row.hope * TIRES
             row.since = 0
             row.pending, row.seen = NOBODYS if lengths[at] else found[at], 0
         return [

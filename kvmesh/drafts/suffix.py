@@ -59,14 +59,14 @@ class SuffixTree:
             open_runs.append(child)
         return self.nodes - before
 
-    def continued(self, last: Sequence[int], count: int) -> tuple[list[int], int]:
-        """Returns up to `count` tokens that came most often after the longest suffix of `last` that has a
-        continuation, and that suffix's length. Of equally frequent tokens the smaller id is taken."""
+    def continued(self, last: Sequence[int], count: int, least: int = 1) -> tuple[list[int], int]:
+        """Returns up to `count` tokens that came most often after the longest suffix of `last`, of `least` tokens at
+        least, that has a continuation, and that suffix's length. Of equally frequent tokens the smaller id is taken."""
         text, match = list(last[-(self._depth - 1) :]), 0
         made: list[int] = []
         while len(made) < count:
             node, length = self._deepest(text)
-            if node is None:
+            if node is None or length < least:
                 break
             match = match or length
             token = min(node.next, key=lambda token: (-node.next[token].count, token))
@@ -153,7 +153,7 @@ class SuffixDrafter:
 
     def _proposed(self, row: _Row, count: int) -> Draft:
         own = row.log.last_occurrence(LEAST_MATCH, MOST_MATCH)
-        others, match = self._trees[row.key].continued(row.log.ids[-DEPTH:].tolist(), count)
+        others, match = self._trees[row.key].continued(row.log.ids[-DEPTH:].tolist(), count, LEAST_MATCH)
         if own.length > match or (own.length and own.length == DEPTH - 1 == match):
             return Draft(row.log.continued(own, count), strength_of(own.length))
-        return Draft(others, strength_of(match)) if match >= LEAST_MATCH and others else NO_DRAFT
+        return Draft(others, strength_of(match)) if others else NO_DRAFT
