@@ -162,8 +162,8 @@ class Runner:
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
             self.expert_counts = count_choices(self.model.layers, experts, self.device, self.stage_layers.start)
+        self._exchanged = exchanged_experts(self.model.layers)  # before MLPs are those of shared tokens
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
-        self._exchanged = exchanged_experts(self.model.layers)
         if self.mtp is not None and exchanged_experts([self.mtp.layer]):
             raise ConfigError("speculate=mtp: the head's experts would lie over dp", field="speculate")
         self.rounds = share_rounds(self._exchanged, mesh, self.device)

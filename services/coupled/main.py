@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvmesh.clock import Tick
 from kvmesh.errors import InternalError
@@ -65,6 +66,10 @@ class CoupledInstance:
             try:
                 for front in self.fronts:
                     places.append(_shell(front, self.config))
+                if "dp" in self.config.axes.ep:
+                    for halves in places:
+                        others = [other.coupling for other in places if other is not halves]
+                        halves.coupling.others_run = partial(_any_runs, others)
                 for front, halves in zip(self.fronts, places, strict=True):
                     await halves.serve()
                     front.switch = halves.become
@@ -95,6 +100,10 @@ class CoupledInstance:
         log.error("%s", cause)
         for halves in self._places:
             halves.runner.feed(ev.RankLost(0, cause))
+
+
+def _any_runs(others: Sequence[Coupling]) -> bool:
+    return any(other.runs for other in others)
 
 
 def _shell(front: Front, configured: CoupledConfig) -> CoupledShell:
