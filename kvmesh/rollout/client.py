@@ -30,7 +30,7 @@ class RolloutRefused(KvmeshError):
 
 
 @dataclass(slots=True)
-class Sample:
+class RolloutSample:
     """One answer. `epochs` are pairs (index of a token, weights epoch from it on), () while the weights are those of
     the checkpoint; `finish` is "stop", "length" or "" where it was ended before."""
 
@@ -54,7 +54,7 @@ class RolloutGroup:
     """The answers to one prompt, which is computed once for all of them."""
 
     prompt: list[int]
-    samples: list[Sample]
+    samples: list[RolloutSample]
     error: str = ""  # why it ended before its samples were whole; "": it did not, or its caller ended it
     seconds: float = 0.0
 
@@ -138,7 +138,7 @@ class RolloutClient:
         params |= {"seed": seed} if seed is not None else {}
         params |= {"logprobs": 0} if logprobs else {}
         body = {**self._model, "token_ids": list(prompt), "sampling_params": params, "stream": True}
-        group = RolloutGroup(list(prompt), [Sample() for _ in range(n)])
+        group = RolloutGroup(list(prompt), [RolloutSample() for _ in range(n)])
         start = time.monotonic()
         try:
             async with self._http.stream("POST", "/inference/v1/generate", json=body) as answer:
@@ -205,7 +205,7 @@ class RolloutClient:
         return found
 
 
-def _add(sample: Sample, choice: dict[str, Any]) -> None:
+def _add(sample: RolloutSample, choice: dict[str, Any]) -> None:
     sample.token_ids += choice["token_ids"]
     if choice.get("logprobs"):
         sample.logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -90,6 +90,7 @@ _MODELS = {"models": {"type": "object", "additionalProperties": _object({"ready"
 
 
 _IDS = {"type": "array", "items": _INTEGER}
+_EPOCHS = _list(_list(_INTEGER))  # pairs: an index in the answer, the weights epoch of tokens from it on
 _TIMINGS = {"kvmesh": {**_ANYTHING, "description": "Where the time went, with the header x-kvmesh-timings: 1"}}
 
 
@@ -102,7 +103,7 @@ def _answer(kind: str, text: Json, more_of_choices: Json, more: Json) -> Json:
             "object": _one_of(kind),
             "created": _INTEGER,
             "model": _STRING,
-            "choices": _list(_object(choice, {"token_ids": _IDS, **more_of_choices})),
+            "choices": _list(_object(choice, {"token_ids": _IDS, "weights_epochs": _EPOCHS, **more_of_choices})),
             "usage": _ref("Usage"),
         },
         {**_TIMINGS, **more},
@@ -230,13 +231,8 @@ SCHEMAS: dict[str, Json] = {
             "created": _INTEGER,
             "choices": _list(
                 _object(
-                    {
-                        "index": _INTEGER,
-                        "logprobs": _OBJECT_OR_NULL,
-                        "finish_reason": _STRING,
-                        "token_ids": _IDS,
-                        "weights_epochs": _list(_list(_INTEGER)),
-                    }
+                    {"index": _INTEGER, "logprobs": _OBJECT_OR_NULL, "finish_reason": _STRING, "token_ids": _IDS},
+                    {"weights_epochs": _EPOCHS},
                 )
             ),
             "usage": _ref("Usage"),
