@@ -10,7 +10,9 @@ rounds are counted and told).
 
 Kinds of text: *repetitive* asks for a list again, greedily; *code* goes on with a file of functions that resemble each
 other, greedily; *rollout* samples several answers to one prompt; *hostile* is a prompt of random tokens, answered at a
-temperature at which nothing is to be foreseen.
+temperature at which nothing is to be foreseen. *asked-code*, *asked-chat* and *asked-rollout* are held-out chats of
+those that `examples/measured-model` was trained on (`scripts.measured_texts`), another one each round, greedily. Where
+the checkpoint has an MTP head, it drafts, too.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import Template
 from tokenizers import Tokenizer
 
 from benchmarks.turns import interval, ratios, take_turns
@@ -35,10 +38,12 @@ from kvmesh.drafts.speculator import MOST_DRAFT, Speculator
 from kvmesh.drafts.suffix import SuffixDrafter
 from kvmesh.engine.batch import PrefillInput, SampleParams
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.mtp import MtpDrafter
 from kvmesh.engine.runner import Runner, shard_layout, torch_dtype
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.steps import Steps
+from scripts.measured_texts import held_out
 
 BLOCK = 16
 ITEMS = ("apple", "river", "stone", "lamp", "cloud", "paper", "bridge", "garden")
@@ -71,7 +76,7 @@ class Bench:
     dtype: str
     tokens: int
     batch: int
-    prompt: list[int] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)  # one a round, in turn
     temperature: float = 0.0
     said: dict[str, list[list[int]]] = field(default_factory=dict)
     counts: dict[str, list[int]] = field(default_factory=dict)  # steps, tokens, drafted, kept
@@ -84,13 +89,21 @@ class Bench:
         self.vocab = checkpoint.config.vocab_size
         self.row_pages = -(-(self.longest) // BLOCK)
         pages = torch.zeros(self.batch * self.row_pages, *layout.shape, dtype=torch_dtype(self.dtype))
-        self.runner = Runner(checkpoint, self.dtype, "cpu", BLOCK, pages)
+        self.runner = Runner(checkpoint, self.dtype, "cpu", BLOCK, pages, mtp=checkpoint.has_mtp)
 
-    def run(self, way: str, make: Callable[[], Speculator | None], speculators: dict[str, Speculator | None]) -> None:
+    @property
+    def prompt(self) -> list[int]:
+        return self.prompts[self.seed % len(self.prompts)]
+
+    @property
+    def ways(self) -> list[str]:
+        return [name for name in WAYS if self.runner.mtp is not None or "mtp" not in name]
+
+    def run(self, way: str, speculators: dict[str, Speculator | None]) -> None:
         """Answers all requests of a round. A speculator lives as long as a rank does: it is kept from round to
         round."""
         if way not in speculators:
-            speculators[way] = make()
+            speculators[way] = WAYS[way](self.runner)
         messages: list[Any] = []
         pusher: Any = NoPusher()
         steps = Steps(self.runner, pusher, BLOCK, messages.append, speculator=speculators[way])
@@ -119,21 +132,34 @@ class Bench:
         counts[3] += sum(kept for step in messages for _, _, kept in step.drafts)
 
 
-WAYS: dict[str, Callable[[], Speculator | None]] = {
-    "off": lambda: None,
-    "ngram": lambda: Speculator([NgramDrafter()], MOST_DRAFT),
-    "suffix": lambda: Speculator([SuffixDrafter()], MOST_DRAFT),
+HEAD_PAGES = 1024
+WAYS: dict[str, Callable[[Runner], Speculator | None]] = {
+    "off": lambda _: None,
+    "ngram": lambda _: Speculator([NgramDrafter()], MOST_DRAFT),
+    "suffix": lambda _: Speculator([SuffixDrafter()], MOST_DRAFT),
+    "mtp": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES)], MOST_DRAFT),
+    "mtp+ngram": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES), NgramDrafter()], MOST_DRAFT),
 }
+
+
+def held_out_prompts(path: Path, kind: str, count: int) -> list[list[int]]:
+    """Returns chats that the measured model has not seen, up to their last answer."""
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    template = Template(json.loads((path / "tokenizer_config.json").read_text())["chat_template"])
+    asked = [template.render(messages=chat[:-1], add_generation_prompt=True) for chat in held_out(kind, count)]
+    return [tokenizer.encode(text).ids for text in asked]
 
 
 def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
     """Returns the figures of one kind of text."""
     noise = random.Random(7)
     if kind == "hostile":
-        bench.prompt = [noise.randrange(bench.vocab) for _ in range(200)]
+        bench.prompts = [[noise.randrange(bench.vocab) for _ in range(200)]]
+    elif kind.startswith("asked-"):
+        bench.prompts = held_out_prompts(bench.path, kind.removeprefix("asked-"), rounds)
     else:
-        found = Tokenizer.from_file(str(bench.path / "tokenizer.json")).encode(PROMPTS[kind]).ids
-        bench.prompt = found[-(bench.longest - bench.tokens - 1) :]
+        ids = Tokenizer.from_file(str(bench.path / "tokenizer.json")).encode(PROMPTS[kind]).ids
+        bench.prompts = [ids[-(bench.longest - bench.tokens - 1) :]]
     bench.temperature = SAMPLED.get(kind, 0.0)
     bench.said, bench.counts = {}, {}
     speculators: dict[str, Speculator | None] = {}
@@ -144,17 +170,17 @@ def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
             nonlocal other
             if name == "off":
                 bench.seed += 1
-            bench.run(name, WAYS[name], speculators)
+            bench.run(name, speculators)
             other += bench.said[name] != bench.said["off"]
 
         return work
 
-    seconds = take_turns({name: way(name) for name in WAYS}, rounds)
+    seconds = take_turns({name: way(name) for name in bench.ways}, rounds)
     if other and bench.dtype == "float32":
         raise SystemExit(f"{kind}: {other} answers differ from those without drafts")
     found: dict[str, Any] = {"prompt_tokens": len(bench.prompt), "answers_that_differ": other}
     answered = bench.batch * (bench.tokens - 1)
-    for name in WAYS:
+    for name in bench.ways:
         steps, tokens, drafted, kept = bench.counts[name]
         gains = ratios(seconds["off"], seconds[name])
         low, high = interval(gains)
@@ -194,15 +220,15 @@ def main() -> None:
     }
     for kind in options.kinds.split(","):
         found[kind] = measure(bench, kind, options.rounds)
-        for name in WAYS:
+        for name in bench.ways:
             one = found[kind][name]
             print(
-                f"{kind:10} {name:7} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
+                f"{kind:13} {name:9} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
                 f"kept {one['kept']}/{one['drafted']}  x{one['ratio']:.2f} [{one['interval'][0]:.2f}, "
                 f"{one['interval'][1]:.2f}]",
                 flush=True,
             )
-        print(f"{kind:10} answers that differ: {found[kind]['answers_that_differ']}", flush=True)
+        print(f"{kind:13} answers that differ: {found[kind]['answers_that_differ']}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -13,6 +13,7 @@ from kvmesh.blockservice.partitions import Partition, unused
 from kvmesh.blockservice.peers import PeerPool
 from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.whole_blocks import WholeBlocks
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
@@ -79,7 +80,8 @@ class Offload:
         for number, partition in enumerate(self._partitions):
             store: NodeStore = partition.store
             excess = store.total - unused(partition) - store.total * self._percent // 100
-            most = max(1, min(MAX_BLOCKS, MAX_BYTES // partition.shard_bytes) // share)
+            nbytes = partition.whole.nbytes if partition.whole is not None else partition.shard_bytes
+            most = max(1, min(MAX_BLOCKS, MAX_BYTES // nbytes) // share)
             for key in [key for key in store.coldest(excess) if (key, number) not in self._done][:most]:
                 chosen[key] = chosen.get(key, 0) | 1 << number
         return chosen
@@ -92,11 +94,12 @@ class Offload:
     async def _ask(self, pool: pb_store.PoolNode, chosen: dict[bytes, int]) -> bool:
         """Asks a pool node to pull these. Returns whether it answered."""
         first = self._partitions[0]
+        kept = first.whole or WholeBlocks(first.layout, first.shard_bytes)
         request = pb.PullBlocksRequest(
             keys=b"".join(chosen),
             holders=[self._ref()],
-            layout=first.family or first.layout,
-            shard_bytes=0 if first.family else first.shard_bytes,
+            layout=first.family or kept.layout,
+            shard_bytes=0 if first.family else kept.nbytes,
             timeout_ms=TIMEOUT_MS,
             background=True,
             groups=bytes(chosen.values()) if first.family else b"",

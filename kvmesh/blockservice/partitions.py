@@ -23,6 +23,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES
+from kvmesh.kvcache.whole_blocks import WholeBlocks
 from kvmesh.ranks import protocol as m
 
 CLASS_MARK = f"{BYTES}/"  # the names of partitions of layout "bytes" begin so: one for each size of extents
@@ -45,6 +46,7 @@ class Partition:
     family: str = ""  # the text of the ObjectFamily of whose group `group` it keeps the objects; "": whole blocks
     group: int = 0
     owner: GroupedStore | None = None  # of `store`, where an instance's model has several groups
+    whole: WholeBlocks | None = None  # what a pool node keeps of these blocks; None: the same, or objects of a family
 
     @property
     def shown_layout(self) -> str:

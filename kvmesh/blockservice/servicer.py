@@ -105,10 +105,9 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         if node.partitions.groups_of(request.layout):
             return pb.LeaseResponse(held=bytes(len(keys)))  # who does not name groups cannot know what a block is
         # A key names a block's content, however the block is cut into shards, so the layout asked for does not matter.
-        whole = (own for own in node.partitions.all() if own.shards and not own.family)
-        cut = next(whole, None) if request.any_cut else None
+        tiers = await node.stage(keys, "" if request.any_cut else request.layout, patience_s(context, STAGE_S))
+        cut = _cut_of(node.partitions, keys) if request.any_cut else None
         layout = cut.layout if cut is not None else request.layout
-        tiers = await node.stage(keys, layout, patience_s(context, STAGE_S))
         if node.leasing.open >= MAX_LEASES:
             raise Overloaded(f"{MAX_LEASES} leases are open here", retry_after_ms=lease_ms)
         lease = node.leasing.lease(layout, keys, lease_ms * MS, self._lease_clock_ns())
@@ -529,6 +528,14 @@ def counted(partitions: Partitions) -> pb.GetNodeStoreResponse:
             group.extents_total += partition.store.total
             group.extents_free += free
     return answer
+
+
+def _cut_of(partitions: Partitions, keys: Sequence[bytes]) -> Partition | None:
+    """Returns the partition of blocks whose cut is known that holds the most of these; None where there is none."""
+    cuts = [own for own in partitions.all() if own.shards and not own.family]
+    if len(cuts) < 2:
+        return cuts[0] if cuts else None
+    return max(cuts, key=lambda own: sum(map(own.store.holds, keys)))
 
 
 def _kin(family: Sequence[Partition], found: Partition) -> list[Partition]:

@@ -42,7 +42,7 @@ async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
     if gateway:
         jobs["gateway"] = ask_gateway(gateway)
     if store:
-        jobs["store"] = ask_masters(store)
+        jobs["store"], jobs["rank_hosts"] = ask_masters(store), ask_rank_hosts(store)
     found = dict(zip(jobs, await asyncio.gather(*jobs.values()), strict=True))
     instances = found["conductor"].get("instances", [])
     members = found.get("store", {}).get("members", [])
@@ -197,6 +197,19 @@ async def ask_masters(addresses: str) -> dict[str, Any]:
         ),
     )
     return {**members, "map": leading, "masters": masters}
+
+
+async def ask_rank_hosts(addresses: str) -> dict[str, Any]:
+    """Returns the machines that lend ranks, under `hosts`, as the store master that leads knows them; {"error": ...}
+    where none does, or it is of a build that knows of none."""
+    masters = await ask_masters(addresses)
+    if "error" in masters:
+        return masters
+    request = store_pb2.ListRankHostsRequest()
+    return await _ask(
+        masters["address"],
+        lambda channel: store_pb2_grpc.StoreMasterStub(channel).ListRankHosts(request, timeout=TIMEOUT_S),
+    )
 
 
 def _node_store(address: str) -> Any:

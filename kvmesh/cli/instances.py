@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvmesh.errors import ConfigError, ProtocolMismatch
@@ -44,3 +44,9 @@ async def call_instance(address: str, method: str, request: Any, timeout_s: floa
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ProtocolMismatch(f"{address}: what listens there is no instance that knows {method}") from None
             raise from_rpc_error(error) from None
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 1", "ranks 2 and 3", "ranks 4, 5, 6 and 7"."""
+    texts = [str(rank) for rank in sorted(ranks)]
+    return f"rank {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"

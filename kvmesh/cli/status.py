@@ -15,11 +15,24 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
-from kvmesh.cli.instances import axes_text
+from kvmesh.cli.instances import axes_text, ranks_text
 from kvmesh.cli.store.target import patiently, size
 
 TIERS = ("device", "host", "remote")
-_TEXTS = ("service", "address", "state", "instance", "role", "model", "axes", "node store", "tier", "")
+_TEXTS = (
+    "service",
+    "address",
+    "state",
+    "instance",
+    "instances",
+    "rank host",
+    "role",
+    "model",
+    "axes",
+    "node store",
+    "tier",
+    "",
+)
 _ORDER = {"ROLE_PREFILL": 0, "ROLE_DECODE": 1, "ROLE_BOTH": 2, "ROLE_POOL": 3}
 _WIDE = 110
 _NO_BIAS = 0.03
@@ -115,6 +128,8 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
         parts.append(f"[dim]metrics (Prometheus): {escape(', '.join(metrics))}[/]")
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []), width)]
+        if hosts := found.get("rank_hosts", {}).get("hosts"):
+            parts += ["", _rank_hosts(hosts)]
         if errors := found["conductor"].get("group_errors"):
             parts += ["", _predictions(errors)]
     if found["node_stores"]:
@@ -123,6 +138,17 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
             parts += [lower, ""]
         parts += _cache(found)
     return Group(*parts)
+
+
+def _rank_hosts(hosts: list[dict[str, Any]]) -> Table:
+    """Shows the machines that lend ranks, and to whom."""
+    table = _table("rank host", "address", "ranks", "GPUs", "instances")
+    for one in hosts:
+        uses = [f"{use['instance_id']} ({ranks_text(use['ranks'])})" for use in one["uses"]]
+        count = sum(len(use["ranks"]) for use in one["uses"])
+        texts = (one["node_id"], one["instance"]["address"], f"{count}/{one['max_ranks']}", str(one["gpus"]))
+        table.add_row(*map(escape, texts), escape(", ".join(uses)) or "[dim]free[/]")
+    return table
 
 
 def _at(run: dict[str, Any]) -> str:

@@ -71,18 +71,30 @@ class DecodeGraphs:
 
         return [work]
 
+    def holds(self, pages: Sequence[Any]) -> bool:
+        """Returns whether rows with these pages can be replayed."""
+        return self._tables.holds(pages)
+
+    def replay_for_nobody(self, size: int) -> None:
+        """Replays the graph of this size with no row at all: what other ranks exchange in it waits for this one."""
+        self._tables.fill((), (), padded_rows=size)
+        [replay] = self._graphs[size]
+        replay()
+
     def logits(
         self,
         token_ids: Integers,
         pages: Sequence[Any],
         positions: Integers,
         on_device: torch.Tensor | None = None,
+        size: int | None = None,
     ) -> torch.Tensor | None:
         """Returns `[rows, vocab]` of one decode step, valid until the next; None when no graph is large enough. `pages`
-        are as the backend's plans take them. Ids that are `on_device` stand for `token_ids`. Raises as `DecodeTables`
-        does."""
-        size = bucket_for(len(token_ids), self.sizes)
-        if size is None or not self._tables.holds(pages):
+        are as the backend's plans take them. Ids that are `on_device` stand for `token_ids`. `size` names the graph
+        where other ranks replay the same, and 0 none; None is the smallest one that holds the rows. Raises as
+        `DecodeTables` does."""
+        size = bucket_for(len(token_ids), self.sizes) if size is None else size
+        if not size or not self.holds(pages):
             return None
         self._tables.fill(pages, positions, token_ids, size)
         if on_device is not None:

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from kvmesh.engine.runner import Runner
 
 MOST_WAITING = 512  # tokens that a row for which nobody asks may have waiting: a longer row begins anew
-LEAST_SURE = 0.3  # a draft ends before a token that the head thinks less likely than this; its first token stays
+LEAST_CHANCE = 0.1  # of a drafted token behind the first to be kept, by what the head itself thinks
+LAYERS_WORTH = 1.5  # what a step of the head costs, in the model's layers: its own, and the output matrix
+
+
+def least_chance(layers: int) -> float:
+    """Returns the chance to be kept below which a token is not drafted: in a model of few layers a step of the head
+    is no small part of one of the model."""
+    return max(LEAST_CHANCE, LAYERS_WORTH / (layers + 1))
 
 
 @dataclass(slots=True)
@@ -41,19 +48,20 @@ class _Row:
 class MtpDrafter:
     """Drafts for the rows of `runner`, whose head it steps, over `num_pages` pages of its own. Where these run out a
     row begins anew, without what its head has seen. The drafted token is the head's most likely one; how strong a draft
-    is follows from how likely its first token is. Raises ConfigError where the runner has no head."""
+    is follows from how likely its first token is, and it ends before a token whose chance to be kept is less than
+    `least` (None: `least_chance`). Raises ConfigError where the runner has no head."""
 
     name = "mtp"
     needs_hidden = True
 
-    def __init__(self, runner: Runner, num_pages: int, least_sure: float = LEAST_SURE) -> None:
+    def __init__(self, runner: Runner, num_pages: int, least: float | None = None) -> None:
         if runner.mtp is None:
             raise ConfigError("speculate=mtp: the model was loaded without its MTP head", field="speculate")
         self.head, self.model, self.device = runner.mtp, runner.model, runner.device
         self.block_tokens = runner.layout.block_tokens
         shape = (num_pages, 1, *runner.layout.shape[1:])
         self.backend = self.head.backend(torch.zeros(shape, dtype=runner.dtype, device=self.device))
-        self._least_sure = least_sure
+        self._least = least_chance(runner.config.layers) if least is None else least
         self._free = list(range(num_pages))
         self._rows: dict[int, _Row] = {}
 
@@ -102,17 +110,18 @@ class MtpDrafter:
             row.tokens, row.hidden = [], []
         ends = np.array([row.end for row in rows], np.int64)
         pages = [tuple(row.pages) for row in rows]
-        chosen, sure = self._chosen(hidden)
-        made, likely = [chosen], [sure]
-        while len(made) < count and bool((likely[-1] >= self._least_sure).any()):
+        token, likely = self._chosen(hidden)
+        made, chances = [token], [likely]
+        # What comes behind an unlikely token is not likelier to be kept.
+        while len(made) < count and bool((chances[-1] >= self._least).any()):
             plan = self.backend.plan_decode(pages, ends + (len(made) - 1))
             hidden = self._step(made[-1], hidden, plan)
-            chosen, sure = self._chosen(hidden)
-            made.append(chosen)
-            likely.append(torch.minimum(sure, likely[-1]))
-        ids, chances = torch.stack(made, 1).tolist(), torch.stack(likely, 1).tolist()
-        for at, own, chance in zip(ready, ids, chances, strict=True):
-            length = 1 + sum(one >= self._least_sure for one in chance[1:])
+            token, likely = self._chosen(hidden)
+            made.append(token)
+            chances.append(chances[-1] * likely)
+        told = zip(ready, torch.stack(made, 1).tolist(), torch.stack(chances, 1).tolist(), strict=True)
+        for at, own, chance in told:
+            length = 1 + sum(one >= self._least for one in chance[1:])
             drafts[at] = Draft(own[: min(length, most[at])], min(MOST_STRENGTH, int(chance[0] * (MOST_STRENGTH + 1))))
         return drafts
 

@@ -330,6 +330,17 @@ def check_shares(config: ModelConfig, axes: Axes) -> None:
         raise ConfigError(f"ep={'+'.join(axes.ep)}: {config.architecture} has no experts", field="ep")
     if experts is not None and axes.experts > experts.count:
         raise ConfigError(f"ep={'+'.join(axes.ep)}: {axes.experts} ranks for {experts.count} experts", field="ep")
+    if axes.ep and experts is not None and experts.inner % (same := _same_experts(axes)):
+        raise ConfigError(
+            f"ep={'+'.join(axes.ep)}: the {same} ranks that have the same experts must divide "
+            f"moe_intermediate_size={experts.inner}",
+            field="ep",
+        )
+
+
+def _same_experts(axes: Axes) -> int:
+    """Returns how many ranks that share an MLP have the same experts, where these lie whole: each has columns."""
+    return math.prod(getattr(axes, axis) for axis in MLP_AXES if axis not in axes.ep)
 
 
 def _check_context(config: ModelConfig, axes: Axes) -> None:
@@ -403,16 +414,10 @@ class ExpertShare(NamedTuple):
 
 def expert_share(experts: ExpertsConfig, mesh: RankMesh, cut: ExpertsCut) -> ExpertShare:
     """Returns what this rank has of the experts: whole ones over the axes of `ep` and columns over what other ranks
-    share an MLP, or, without `ep`, as `cut` says. Raises ConfigError as `cuts_experts_whole` does."""
+    share an MLP (`check_shares`), or, without `ep`, as `cut` says. Raises ConfigError as `cuts_experts_whole` does."""
     group = mesh.mlp
     if mesh.axes.ep:
         rest = mesh.group(*(axis for axis in MLP_AXES if axis not in mesh.axes.ep))
-        if experts.inner % rest.size:
-            raise ConfigError(
-                f"ep={'+'.join(mesh.axes.ep)}: the {rest.size} ranks that have the same experts must divide "
-                f"moe_intermediate_size={experts.inner}",
-                field="ep",
-            )
         return ExpertShare(share(experts.count, mesh.ep.rank, mesh.ep.size), share(experts.inner, rest.rank, rest.size))
     if cuts_experts_whole(experts, group.size, cut):
         return ExpertShare(share(experts.count, group.rank, group.size), range(experts.inner))
@@ -428,9 +433,7 @@ def share_of(config: ModelConfig, axes: Axes) -> ModelConfig:
     if mlp == 1 and axes.experts == 1:
         return config
     experts, delta = config.experts, config.delta
-    dealt = (
-        axes.experts * math.prod(getattr(axes, axis) for axis in MLP_AXES if axis not in axes.ep) if axes.ep else mlp
-    )
+    dealt = axes.experts * _same_experts(axes) if axes.ep else mlp
     return replace(
         config,
         heads=config.heads // size,

@@ -197,13 +197,13 @@ class Runner:
             self.attention.capturable
             and self.mesh.world.capturable
             and self.model.capturable
-            and not self._exchanged
             and self._stage.alone
             and self.device.type == "cuda"
         )
         if cuda_graphs and capturable:
             with torch.inference_mode():
-                self._capture(max_rows, max_tokens)
+                # Of a step with prompts, what exchanged experts send depends on all places' tokens: it is not captured.
+                self._capture(max_rows, max_tokens if self.rounds is None else 0)
 
     def _backend(self, pages: torch.Tensor, layers: Sequence[int]) -> AttentionBackend:
         if self.config.latent is None:
@@ -217,6 +217,8 @@ class Runner:
         that hold its calls."""
         self.graphs: DecodeGraphs | None = None
         self.pieces: PieceGraphs | None = None
+        if self.rounds is not None:
+            self.rounds.sizes = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -287,6 +289,8 @@ class Runner:
                 self.mesh.world,
                 max_rows or MAX_ROWS,
             )
+            if self.rounds is not None:
+                self.rounds.sizes = self.graphs.sizes
         if max_tokens != 0 and not (self.graphs and self.graphs.failed):
             self.pieces = PieceGraphs(
                 self.model, self.attention, piece_sizes(self._own, max_tokens), capture, self.expert_counts
@@ -296,6 +300,8 @@ class Runner:
         """Computes a decode step's logits by launches that can be captured. Rows that stand for none are at position 0,
         where no decode row is, and choose no expert that is counted."""
         positions, counts = plan.positions, self.expert_counts
+        if self.rounds is not None:
+            self.rounds.padded = len(tokens)  # rows that exchanged experts send, those for none among them
         with nullcontext() if counts is None else counts.only(counts.once(positions > 0)):
             return self.model.logits(self.model.hidden(tokens, positions, _attend(plan, None)))
 
@@ -354,10 +360,12 @@ class Runner:
         if not self._stage.last:
             params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
+        graphs, size = self.graphs if not items and on_hidden is None else None, None
         if self.rounds is not None:
-            self.rounds.begin(end)
-        if self.graphs is not None and not items and on_hidden is None:
-            logits = self.graphs.logits(rows.token_ids, self._tables(rows), rows.positions)
+            self.rounds.begin(end, graphs is not None and graphs.holds(self._tables(rows)))
+            size = self.rounds.replayed
+        if graphs is not None:
+            logits = graphs.logits(rows.token_ids, self._tables(rows), rows.positions, size=size)
             if logits is not None:
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
@@ -398,10 +406,14 @@ class Runner:
     @torch.inference_mode()
     def serve(self, between_layers: Callable[[], None] | None = None) -> None:
         """Takes part in a step of other data-parallel ranks, with no token of its own: their tokens get this rank's
-        experts."""
+        experts. `between_layers` is called in a step that is launched, not in one that is replayed."""
         if self.rounds is None:
             return
-        self.rounds.begin(0)
+        self.rounds.begin(0, True)
+        if self.rounds.replayed:
+            assert self.graphs is not None, "every rank has what all replay"
+            self.graphs.replay_for_nobody(self.rounds.replayed)
+            return
         for block in self._exchanged if self.rounds.anyone else ():
             block.serve()
             if between_layers is not None:

@@ -102,8 +102,8 @@ class InstanceConfig(TierConfig):
         metadata={
             "help": "Along which axes rank processes share the model, in place of tensor_parallel: pp=4,tp=2 are four "
             "stages of layers of two ranks each (docs/operate/pipelines.md); cp=2, and of decode tp=2,dcp=2, are two "
-            "that share the tokens of each context (docs/operate/context-parallel.md); of a decode instance "
-            "dp=2,ep=dp are two ranks with requests of their own that share experts (docs/operate/data-parallel.md)."
+            "that share the tokens of each context (docs/operate/context-parallel.md); dp=2,ep=dp are two ranks with "
+            "requests of their own that share experts (docs/operate/data-parallel.md)."
         },
     )
     experts_cut: str = field(

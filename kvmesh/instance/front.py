@@ -33,6 +33,7 @@ from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
+from kvmesh.kvcache.whole_blocks import whole_blocks
 from kvmesh.membership.evacuation import evacuate_node
 from kvmesh.membership.places import place_name
 from kvmesh.membership.registrar import Registrar
@@ -41,7 +42,7 @@ from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.devices import check_device, device_of
 from kvmesh.ranks.network import check_network
 from kvmesh.ranks.rendezvous import RendezvousStore
-from kvmesh.ranks.sizing import STEP_KEYS
+from kvmesh.ranks.sizing import STEP_KEYS, choose_order
 from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.ranks.turn_sockets import SECRET_BYTES
 from kvmesh.rpc.addresses import check_addresses, split_address
@@ -278,8 +279,6 @@ class Front:
         slots = sum(partition.store.total for partition in partitions.all())
         if c.warm_segment:
             self._warm = WarmMemory(c.warm_segment, self.ranks, slots, self.incarnation)
-        # A pool node has one rank: it puts objects of cache groups together from any cut, whole blocks it does not.
-        offloads = len(self.ranks) == 1 or self._grouped is not None
         self.blocks = BlockService(
             lambda: self.ref,
             self.ranks,
@@ -289,7 +288,7 @@ class Front:
             transports=c.transport_list,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
-            offload_percent=c.offload_percent if offloads else 100,
+            offload_percent=c.offload_percent,
             tiers=c.tiers(),
             returning=self._warm.candidates if self._warm is not None else None,
             gauges=self.gauges,
@@ -307,7 +306,9 @@ class Front:
             return self._grouped.partitions(store)
         readies = [rank.ready for rank in self.ranks]
         bases = tuple(ready.extent_base_offset for ready in readies)
-        return OnePartition(Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards))
+        shards, size = self.shards, readies[0].shard_bytes
+        whole = whole_blocks(readies[0].layout, shards) if len(shards) > 1 else None
+        return OnePartition(Partition(layout_tag(readies), size, store, bases, shards, whole=whole))
 
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
         if isinstance(message, m.StoreCall):
@@ -585,6 +586,7 @@ def check_config(config: InstanceConfig) -> None:
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     device_of(config.device, 0, config.axes.world)
+    choose_order(config.async_steps, config.device, config.axes.world)
     try:
         config.axes.check_blocks(config.block_tokens)
     except ConfigError as error:

@@ -285,7 +285,9 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
             gpus=len(gpu_memory()),
             memory_bytes=memory_for_ranks(),
             uses=[
-                ranks_pb2.RankHostUse(instance_id=name, ranks=hosted.numbers) for name, hosted in self._hosted.items()
+                ranks_pb2.RankHostUse(instance_id=name, ranks=hosted.numbers)
+                for name, hosted in self._hosted.items()
+                if not hosted.over.is_set()
             ],
         )
 
@@ -342,7 +344,7 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
             if watching is not None:
                 watching.cancel()
             if hosted is not None:
-                hosted.end("its front has ended the stream")
+                hosted.end("its front has ended, or is out of reach")
                 log.info("%s: ranks %s end: %s", name, list(hello.ranks), hosted.why)
                 self._ends += 1
                 self._ended.append(

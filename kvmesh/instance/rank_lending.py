@@ -1,4 +1,4 @@
-"""How an instance finds machines for its ranks without being told their addresses (ADR 48): rank hosts say to the store
+"""How an instance finds machines for its ranks without being told their addresses (ADR 44): rank hosts say to the store
 masters that they are there, and an instance asks the leading one for as many as it needs."""
 
 from __future__ import annotations

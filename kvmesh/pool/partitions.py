@@ -6,7 +6,8 @@ any case, so nobody starves. A partition that holds nothing gives all its memory
 region's: above the high one the runs that were used longest ago go until the low one is reached.
 
 Of a model with several cache groups each group's objects are a partition of their own, whole objects however their
-writers cut them. They come and go by themselves: a mask says which objects of a block are here.
+writers cut them. They come and go by themselves: a mask says which objects of a block are here. Of a model with one
+group there are whole blocks (`whole_blocks`), which ranks of any cut write and read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import NoTagQuotas, TagQuotas
 from kvmesh.kvcache.size_classes import BYTES, PAGE, size_class
 from kvmesh.kvcache.store_stats import Changes
+from kvmesh.kvcache.whole_blocks import shard_in
 from kvmesh.pool.slabs import SlabPartition, Slabs, SlabStore
 
 MAX_LAYOUTS = 64  # beside the size classes
@@ -231,6 +233,8 @@ class PoolPartitions:
         partition = SlabPartition(layout, shard_bytes, store)
         if kept is not None:
             self._keeps_objects(partition, kept)
+        elif (whole := shard_in(layout)) is not None and whole.shard_bytes == shard_bytes:
+            partition.shards = (whole,)
         for heard in self.on_partition:
             heard(partition)
         self._partitions[layout] = partition

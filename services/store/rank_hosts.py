@@ -1,4 +1,4 @@
-"""Which machines lend ranks to instances elsewhere, and which of them an instance gets (ADR 48). Soft state of the
+"""Which machines lend ranks to instances elsewhere, and which of them an instance gets (ADR 44). Soft state of the
 leader: rank hosts say again what they are before their lease is over. Pure: time is an argument, in seconds."""
 
 from __future__ import annotations

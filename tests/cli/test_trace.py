@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
 from kvmesh.cli.trace import _table, find_trace, whole
+from kvmesh.cli.trace_svg import drawing
 from kvmesh.cli.trace_tree import coverage, trees
 from kvmesh.errors import InvalidRequest
 
@@ -196,3 +197,24 @@ def test_the_screen_and_the_picture_show_gaps_and_an_axis(run: Path, tmp_path: P
     assert {"<script>", "a&b", "request", "100 ms", "TTFT 60.0 ms, 53.3% of it in named spans"} <= set(texts)
     assert sum(node.get("class") == "gap" for node in tree.iter("{http://www.w3.org/2000/svg}rect")) == 2
     assert "svg='/nowhere/x'" in CliRunner().invoke(app, [*options, "/nowhere/x"]).output
+
+
+def test_a_stage_of_a_pipeline_is_one_row_with_its_chunks(tmp_path: Path) -> None:
+    """Busy where chunks are, idle between; the picture says of each chunk which tokens it has."""
+    stage = {"kvmesh.stage.number": 1, "kvmesh.stage.busy_ms": 20.0, "kvmesh.stage.idle_ms": 4.0}
+    spans = [ROOT, *OF_ROOT, span("kvmesh.stage", "s", "c", 20, 60, "prefill", attributes=stage)]
+    for number, (start, end) in enumerate(((20, 30), (50, 60))):
+        told = {"kvmesh.chunk.start": 512 * number, "kvmesh.chunk.end": 512 * number + 512, "kvmesh.stage.idle_ms": 2.0}
+        spans.append(span("kvmesh.chunk", f"k{number}", "s", start, end, "prefill", attributes=told))
+    out = Console(width=160, force_terminal=True, color_system=None, file=io.StringIO())
+    out.print(_table(trees(spans), out))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    [row] = [line for line in text.splitlines() if "kvmesh.stage 1" in line]
+    assert re.search(r"[^━]━+╌+━+ +busy=20\.0 ms idle=4\.0 ms", row), row
+    assert "kvmesh.chunk" not in text
+    tree = ElementTree.fromstring(drawing(TRACE, trees(spans)))
+    assert "stage 1" in [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
+    titles = [node.text or "" for node in tree.iter("{http://www.w3.org/2000/svg}title")]
+    assert [one for one in titles if "tokens" in one] == [
+        "tokens 0 to 512: 10.0 ms, idle before 2.0 ms", "tokens 512 to 1024: 10.0 ms, idle before 2.0 ms"
+    ]  # fmt: skip

@@ -180,9 +180,9 @@ class AdversarialMesh(RuleBasedStateMachine):
         self.world.rank.finish_copy(data.draw(st.integers(0, len(self.world.rank.copies) - 1)))
         self.world.check()
 
-    @rule(stop=st.booleans(), ahead=st.booleans())
-    def rank_steps(self, stop: bool, ahead: bool) -> None:
-        self.world.rank.step(stop, ahead)
+    @rule(stop=st.booleans(), ahead=st.booleans(), drafted=st.integers(0, 3))
+    def rank_steps(self, stop: bool, ahead: bool, drafted: int) -> None:
+        self.world.rank.step(stop, ahead, 0 if ahead else drafted)  # a step with drafts is waited for
 
     @precondition(lambda self: self.world.rank.vain)
     @rule()

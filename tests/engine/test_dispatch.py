@@ -90,7 +90,7 @@ def test_each_token_gets_the_answers_of_all_its_experts(kind: str, tokens: list[
 
     def rank(group: Group) -> tuple[torch.Tensor, int]:
         rounds = StepRounds(group, torch.device("cpu"), most_padded=0 if kind == "ragged" else 9)
-        rounds.begin(tokens[group.rank])
+        rounds.begin(tokens[group.rank], False)
         assert rounds.anyone == any(tokens) and rounds.padded == (max(tokens) if kind == "padded" else 0)
         dispatch: Dispatch = RaggedDispatch(group, torch.tensor(owners))
         if kind == "padded":

@@ -3,6 +3,7 @@ and sinks, states. The drafts are right, wrong from some token on, or wrong at o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -93,6 +94,34 @@ def test_a_draft_is_computed_as_its_tokens_one_by_one(
     one.pages.fill_(torch.nan)
     one.pages[20:] = 0  # of the row that nobody began
     assert drafted(one, prompt, sample, truth, (5, 0, 2, 4, 1)) == truth
+
+
+def test_what_is_kept_of_drafts_has_the_distribution_of_the_model(zoo: Zoo) -> None:
+    """Pearson's chi-square of the first token, and of the second where a draft foresaw the first, over 4,000 seeds:
+    what is kept is kept because of its noise, and the next token must not follow from that."""
+    one, pages, prompt, kinds = One(zoo("qwen3")), tuple(range(8)), [9, 8, 7, 9, 8, 11], 5
+    sample = {"temperature": 1.7, "top_k": kinds}
+    [best] = one.runner.prefill([PrefillInput(prompt, 0, pages, SampleParams(logprobs=8))])
+    assert best is not None
+    draft, at, rows = [best.top[0][0]], len(prompt) - 1, 200
+    [behind] = one.runner.prefill([PrefillInput(draft, at + 1, pages, SampleParams(logprobs=8))])
+    assert behind is not None
+    first, second, variants = [0] * kinds, [0] * kinds, RowVariants(1)
+    for start in range(0, 4_000, rows):
+        params = [SampleParams(**sample, seed=start + row) for row in range(rows)]  # type: ignore[arg-type]
+        batch = DecodeBatch.of([DecodeInput(prompt[-1], at, pages, one) for one in params])
+        wide = expand(batch, [draft] * rows, [variants.of(start + row, p, draft) for row, p in enumerate(params)])
+        _, chosen = one.runner.step((), wide.batch)
+        for made in sampled_at(chosen, wide.firsts, [draft] * rows):
+            first[[token for token, _ in best.top[:kinds]].index(made[0])] += 1
+            if len(made) > 1:
+                second[[token for token, _ in behind.top[:kinds]].index(made[1])] += 1
+    assert sum(second) > 400
+    for counts, top in ((first, best.top), (second, behind.top)):
+        weights = [math.exp(logprob / sample["temperature"]) for _, logprob in top[:kinds]]
+        expected = [sum(counts) * weight / sum(weights) for weight in weights]
+        square = sum((a - b) ** 2 / b for a, b in zip(counts, expected, strict=True))
+        assert square < 18.47, f"{counts} for {expected}"  # 4 degrees of freedom: one in a thousand
 
 
 def test_what_is_accepted() -> None:

@@ -43,8 +43,8 @@ def runner_of(path: Path, *, mtp: bool = True, group: Group = SOLO) -> Runner:
     return Runner(checkpoint, "float32", "cpu", BLOCK, memory, GivenMesh(group), mtp=mtp)
 
 
-def drafter_of(path: Path, pages: int = PAGES, least_sure: float = 0.0) -> MtpDrafter:
-    return MtpDrafter(runner_of(path), pages, least_sure)
+def drafter_of(path: Path, pages: int = PAGES, least: float = 0.0) -> MtpDrafter:
+    return MtpDrafter(runner_of(path), pages, least)
 
 
 def text(seed: int, count: int = TOKENS) -> list[int]:
@@ -137,7 +137,7 @@ def test_two_ranks_draft_as_one_does(made: Made) -> None:
 
 
 def test_a_draft_ends_before_what_is_not_likely(made: Made) -> None:
-    drafter, tokens = drafter_of(made.path, least_sure=2.0), text(5)
+    drafter, tokens = drafter_of(made.path, least=2.0), text(5)
     states = made.reference.hidden(tokens)
     drafter.begin(0, tokens[:1], ())
     drafter.extend(0, tokens[1:31], states[:30])

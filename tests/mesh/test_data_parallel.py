@@ -139,21 +139,23 @@ async def test_a_rank_that_is_killed_ends_both_places(mesh: Running, model: Path
         answer = await direct.generate(asked, TOKENS, prefill=place, decode=DECODES[0])
         assert_matches_reference(model, asked, answer.tokens)
         await sealed(direct.members[place].address, direct.keys(asked), Tier.SSD)
-    for name, places in (("prefill-0", PREFILLS), ("decode-0", DECODES)):
-        before, pid = await members(mesh), mesh.pid(name)
-        answers = await begun_answers(mesh) if name == "decode-0" else {}
+    names = ("prefill-0", "decode-0")
+    before, pids = await members(mesh), {name: mesh.pid(name) for name in names}
+    answers = await begun_answers(mesh)
+    for name in names:
         os.kill(mesh.rank_pids(name)[1], signal.SIGKILL)
-        await mesh.reborn(name, pid)
-        for seed, going in answers.items():
-            answer = await going
-            assert answer.error is None and len(answer.tokens) == LONG
-            assert_matches_reference(model, prompt(40, seed), answer.tokens)
+    await asyncio.gather(*(mesh.reborn(name, pid) for name, pid in pids.items()))
+    for seed, going in answers.items():
+        answer = await going
+        assert answer.error is None and len(answer.tokens) == LONG
+        assert_matches_reference(model, prompt(40, seed), answer.tokens)
 
-        async def both_anew(before: Any = before, places: tuple[str, ...] = places) -> bool:
-            now = await members(mesh)
-            return all(place in now and now[place].incarnation != before[place].incarnation for place in places)
+    async def anew() -> bool:
+        now = await members(mesh)
+        places = (*PREFILLS, *DECODES)
+        return all(place in now and now[place].incarnation != before[place].incarnation for place in places)
 
-        await until(both_anew, f"both places of {name} with a new life", 30)
+    await until(anew, "both places of both instances with a new life", 30)
     direct = await Direct.of(mesh)
     for at, (place, asked) in enumerate(prompts.items()):
         address = direct.members[place].address

@@ -1,6 +1,7 @@
 """One family for each kind of cache group through every way that KV takes between the processes of a mesh: handed off,
-found again, pulled, cut anew from one rank to two and back (by heads; what keeps all tokens by these, too), read from
-SSD and from object storage, and migrated by a drain and by a kill. Tokens are transformers', greedy in float32, and each way is seen to have been taken."""
+found again, pulled, cut anew from one rank to two and back (by heads; where all tokens are kept by these, too), read
+from SSD and from object storage, and migrated by a drain and by a kill. Tokens are transformers', greedy in float32,
+and each way is seen to have been taken."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from kvmesh.chunk_pipeline import ChunkCost, stage_ends
 from kvmesh.kvcache.node_store import NodeStore
@@ -14,7 +16,9 @@ from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.checks import BrainConfig
 from kvmesh.services.prefill.pipeline_times import MOST_TIMES, PipelineTimes, PromptTimes
 from kvmesh.services.prefill.planner import Chunk, PlanConfig
+from kvmesh.services.prefill.report import Origin, Reporter
 from kvmesh.services.prefill.state import PrefillState
+from kvmesh.telemetry import names, spans
 
 MS = 1_000_000
 BLOCK, BEGIN = 16, 1_000 * MS
@@ -114,3 +118,41 @@ def test_one_stage_cuts_prompts_as_before() -> None:
     chunks, end = computed(brain(1, None), 1, 2048)
     assert [end - start for start, end in chunks] == [512] * 4
     assert not end.times.busy_ns and not end.times.chunks
+
+
+def test_a_trace_has_each_stage_s_busy_and_idle_time_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, int, int, int, int, dict[str, Any]]] = []
+
+    def emit(name: str, own: SpanContext, above: SpanContext, start: int, end: int, told: Any, error: str) -> None:
+        found.append((name, own.span_id, above.span_id, start, end, dict(told or {})))
+
+    monkeypatch.setattr(spans, "_emit", emit)
+    state = brain(2, ChunkCost(token=1.0, pair=1e-3))
+    reporter = Reporter(state, "prefill-0")
+    chunks, end = computed(state, 1, 2048)
+    life = NonRecordingSpan(SpanContext(7, 8, False, TraceFlags(TraceFlags.SAMPLED)))
+    before = {state: metric(state) for state in ("busy", "idle")}
+    reporter.ended(end, Origin("r1", 0, life), end.last_step_ns)
+    reporter.beat()
+    [compute] = [one for one in found if one[0] == names.SPAN_COMPUTE]
+    assert compute[-1][names.BUBBLE] == round(end.times.bubble, 4) > 0
+    stages = [one for one in found if one[0] == names.SPAN_STAGE]
+    assert [(one[2], one[-1][names.STAGE], one[-1][names.CHUNKS]) for one in stages] == [
+        (compute[1], 0, len(chunks)), (compute[1], 1, len(chunks))
+    ]  # fmt: skip
+    for stage in stages:
+        own = [one for one in found if one[0] == names.SPAN_CHUNK and one[2] == stage[1]]
+        assert [(one[-1][names.CHUNK_START], one[-1][names.CHUNK_END]) for one in own] == chunks
+        assert stage[3] == own[0][3] and stage[4] == own[-1][4]
+        busy_ms = sum(one[4] - one[3] for one in own) / 1e6
+        assert stage[-1][names.STAGE_BUSY_MS] == pytest.approx(busy_ms)
+        idle_ms = sum(one[-1][names.STAGE_IDLE_MS] for one in own)
+        after_ms = end.times.chunks[-1].stages[stage[-1][names.STAGE]].after_ns / 1e6
+        assert stage[-1][names.STAGE_IDLE_MS] == pytest.approx(idle_ms + after_ms)
+    for which, sums in (("busy", end.times.busy_ns), ("idle", end.times.idle_ns)):
+        assert metric(which) - before[which] == pytest.approx(sum(sums) / 1e9)
+
+
+def metric(state: str) -> float:
+    samples = [one for family in names.PREFILL_STAGE_SECONDS.collect() for one in family.samples]
+    return sum(one.value for one in samples if one.labels.get("state") == state and one.name.endswith("_total"))

@@ -15,8 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvmesh.drafts.drafter import NO_DRAFT, Draft
+from kvmesh.drafts.ngram import NgramDrafter
 from kvmesh.drafts.speculator import Speculator
 from kvmesh.engine.batch import PrefillInput, SampleParams
 from kvmesh.engine.cache_memory import group_shapes, is_state, zeroed_memory
@@ -253,6 +255,42 @@ def test_states_go_back_to_the_last_token_that_was_kept(delta_model: Path, monke
     monkeypatch.setattr(steps_module.Steps, "_roll_back", lambda *_: None)
     made, _ = with_states(delta_model, prompt, Speculator([AnswersAlone(truth, 5)], 7, again=True, adapts=False))
     assert made != truth, "a state that has seen wrong tokens must show"
+
+
+# ── off ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called, with the sizes of what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.called.append((str(func), tuple(made.shape) if isinstance(made, torch.Tensor) else ()))
+        return made
+
+
+def test_without_drafts_a_step_calls_what_it_always_called(device: Device) -> None:
+    """Neither a rank that drafts nothing nor one that drafts but sees no hope calls or allocates anything more."""
+    called = []
+    for speculator in (None, None, Speculator([NgramDrafter()], 7)):  # the first grows what the runner keeps
+        world = World(device, ahead=False, speculator=speculator)
+        world.start((1, 2, 3), 0, 9, 9, 0, 2)
+        world.start((4, 5), 1, 9, 9, 0, 2)
+        for _ in range(3):  # a rank keeps what follows from its rows
+            world.step()
+            world.hear()
+        if speculator is not None:
+            for row in speculator._rows.values():
+                row.hope = 0.0
+        with Operators() as operators:
+            world.step()
+        called.append(operators.called)
+        world.wind_down()
+    assert called[1] == called[2] and len(called[1]) > 10
 
 
 BROKEN: list[tuple[Any, str, Any]] = [

@@ -13,6 +13,7 @@ WHAT = {
     "pp": "stages of layers (pp)",
     "cp": "contexts, of prompts and rows (cp)",
     "tp=N,dcp": "contexts, at tp's ranks (dcp)",
+    "ep=dp,dp": "experts, requests apart (dp)",
 }
 
 

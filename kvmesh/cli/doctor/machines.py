@@ -148,6 +148,7 @@ def verdicts(machines: Sequence[RankMachine], needs: ModelNeeds) -> list[Finding
         more = next((n for n in range(len(machines) + 1, MOST_MACHINES + 1) if fit([machines[0]] * n, needs)[0]), 0)
         todo = "use a smaller model, or machines with more memory"
         if more:
-            todo = f"{more} machines like this one would do: kvmesh up --join ... --as ranks on {more - 1} others"
+            others = "another one" if more == 2 else f"{more - 1} others"
+            todo = f"{more} machines like this one would do: kvmesh up --join ... --as ranks on {others}"
         found[-1] = Finding(found[-1].what, "warn", found[-1].found, todo=todo)
     return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from kvmesh.cli import probe
+from kvmesh.cli.instances import ranks_text
 from kvmesh.cli.up.settings import INSTANCES, MeshSettings
 from kvmesh.rpc.pb import ranks_pb2
 
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 UNHEARD_MS = 5_000  # of a mesh that says nothing
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 1", "ranks 2 and 3", "ranks 4, 5, 6 and 7"."""
-    texts = [str(rank) for rank in sorted(ranks)]
-    return f"rank {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def machines_wanted(settings: MeshSettings) -> int:

@@ -438,10 +438,9 @@ class MeshSettings:
                 "interface or network that you trust, as in --rank-network 10.0.0.0/24"
             )
             raise ConfigError(f"rank_network='': {why}", field="rank_network")
-        for given in ("add_model", "warm_segment", "ssd_path"):
-            if value := getattr(self, given):
-                why = f"a mesh with instances on several machines ({flag} {hosts}) has none"
-                raise ConfigError(f"{given}={value!r}: {why}", field=given)
+        if self.add_model:
+            why = f"a mesh with instances on several machines ({flag} {hosts}) has none"
+            raise ConfigError(f"add_model={self.add_model!r}: {why}", field="add_model")
         if self.tls:
             why = f"with {flag} {hosts} other machines need certificates, too: give --tls-cert, --tls-key and --tls-ca"
             raise ConfigError(f"tls=True: {why} (docs/operate/multi-host.md)", field="tls")

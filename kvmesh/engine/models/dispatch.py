@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine.axes import Axes
+from kvmesh.engine.capture import bucket_for
 from kvmesh.engine.config_experts import ExpertsConfig
 from kvmesh.engine.models.experts import Experts
 from kvmesh.engine.parallel import Group, RankMesh, share
@@ -54,19 +55,24 @@ class Dispatch(Protocol):
 class StepRounds:
     """Keeps data-parallel ranks in step: each of their steps begins with a round, in which all take part. `count` are
     the rounds so far, `anyone` whether some rank had a token in the last one, `padded` the rows that `PaddedDispatch`
-    sends in it (0: it is a step for `RaggedDispatch`)."""
+    sends in it (0: it is a step for `RaggedDispatch`). `sizes` are the rows, ascending, of decode steps that every rank
+    has captured; `replayed` is which of these all replay now (0: they launch the step)."""
 
     def __init__(self, group: Group, device: torch.device, most_padded: int = MOST_PADDED) -> None:
         self.group, self.most_padded = group, most_padded
-        self.count, self.anyone, self.padded = 0, False, 0
+        self.count, self.anyone, self.padded, self.replayed = 0, False, 0, 0
+        self.sizes: Sequence[int] = ()
         self._device = device
 
-    def begin(self, tokens: int) -> None:
-        """Begins a step in which this rank has so many tokens. It waits for the other ranks."""
-        most = int(self.group.all_max(torch.tensor([tokens], device=self._device)).item())
+    def begin(self, tokens: int, replayable: bool) -> None:
+        """Begins a step in which this rank has so many tokens, and says whether it could replay that. It waits for the
+        other ranks: they replay only together, as exchanges are in the graphs."""
+        mine = torch.tensor([tokens, 0 if replayable else 1], device=self._device)
+        most, launched = self.group.all_max(mine).tolist()
         self.count += 1
         self.anyone = most > 0
-        self.padded = most if most <= self.most_padded else 0
+        self.replayed = 0 if launched or not most else bucket_for(most, self.sizes) or 0
+        self.padded = self.replayed or (most if most <= self.most_padded else 0)
 
 
 class RaggedDispatch:

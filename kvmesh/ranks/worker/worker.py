@@ -20,6 +20,7 @@ from kvmesh.engine.stages import stage_layers
 from kvmesh.engine.work import chunk_products
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.kvcache.whole_blocks import shard_text
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.devices import STAGED_CPU
 from kvmesh.ranks.expert_metrics import ExpertStats
@@ -245,8 +246,8 @@ class Worker:
         begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica
         place = f"{c.rank % replica}/{replica}"  # data-parallel groups have the same
         if not shapes:
-            return f"{begin} {c.dtype} {_part(self.layout)} rank {place}"
-        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {_part(s.layout)}" for s in shapes)
+            return f"{begin} {c.dtype} {shard_text(self.layout)} rank {place}"
+        parts = (f"G{s.group.name} {str(s.dtype).removeprefix('torch.')} {shard_text(s.layout)}" for s in shapes)
         return f"{begin} {', '.join(parts)} rank {place}"
 
     def close(self) -> None:
@@ -442,13 +443,6 @@ def _mesh(configure: m.Configure, device: torch.device, store: StoreCaller | Non
 
     interface = find_interface(configure.rank_network, configure.rank_route).name
     return RankMesh(axes, configure.rank, "", device, timeout_s, RankStore(store), interface)
-
-
-def _part(shape: ShardLayout) -> str:
-    """Returns a layout in words."""
-    dims = f"{shape.layers}x{shape.planes}x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
-    turn = f" T{shape.turn}/{shape.turns}" if shape.turns > 1 else ""
-    return f"{dims} L{shape.first_layer} H{shape.first_head}{turn}"
 
 
 def open_memory(

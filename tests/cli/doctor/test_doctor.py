@@ -297,14 +297,16 @@ def test_the_topology_shows_rdma_before_interfaces(tmp_path: Path) -> None:
 
 def test_how_many_ranks_can_share_a_model(tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path / "odd", family="qwen3", num_attention_heads=8, num_hidden_layers=3)
-    tensor, stages, contexts, decode_contexts = fits(str(made))
+    tensor, stages, contexts, decode_contexts, experts = fits(str(made))
     assert tensor.found.startswith("2, 4, 8 ranks")
     assert stages.found.startswith("3 ranks")
     assert contexts.found.startswith("2, 4, 8, 16, 32 ranks (--prefill-mesh, --decode-mesh cp=N)"), contexts.found
     assert decode_contexts.found.startswith("one rank only: dcp=2: must divide the 1 of tp=2 ranks that have the same")
+    assert experts.found == "one rank only: ep=dp: Qwen3ForCausalLM has no experts"
     made = make_checkpoint(tmp_path / "one", family="qwen3", num_hidden_layers=1)
     assert fits(str(made))[1].found == "one rank only: pp=2: more stages than the model's 1 layers"
     made = make_checkpoint(tmp_path / "latents", **FAMILY_ZOO["deepseek_v3"])
     assert fits(str(made))[3].found.startswith("2 ranks (--prefill-mesh, --decode-mesh tp=N,dcp=N)")
+    assert fits(str(made))[4].found.startswith("2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 ranks (--prefill-mesh")
     made = make_checkpoint(tmp_path / "windows", **FAMILY_ZOO["gemma2"])
     assert fits(str(made))[2].found == "one rank only: cp=2: layers with a window or chunks are not shared by context"

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvmesh.cli.instances import ranks_text
 from kvmesh.cli.up import checks, joining, plan
-from kvmesh.cli.up.rank_hosts import UNHEARD_MS, BorrowedRanks, LentRanks, machines_wanted, ranks_text
+from kvmesh.cli.up.rank_hosts import UNHEARD_MS, BorrowedRanks, LentRanks, machines_wanted
 from kvmesh.cli.up.settings import Joined, MeshSettings
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.pb import common_pb2, ranks_pb2
@@ -34,7 +35,6 @@ LENDER = {"join": "10.0.0.1", "join_as": "ranks"}
             "name the interface or network that you trust, as in --rank-network",
         ),
         ({**TWO, "tls": True, "rank_network": "eth1"}, "other machines need certificates, too: give --tls-cert"),
-        ({**TWO, "ssd_path": "/x"}, "ssd_path='/x': a mesh with instances on several machines (--decode-hosts 2)"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given: dict[str, Any], says: str) -> None:
@@ -110,9 +110,9 @@ def test_who_lends_says_whose_ranks_run_and_how_they_ended() -> None:
     assert said.lines(status) == []
     status.host.uses.pop()
     status.ends = 1
-    status.ended.add(instance_id="decode-0@a", ranks=[2, 3], cause="its front has ended the stream")
+    status.ended.add(instance_id="decode-0@a", ranks=[2, 3], cause="its front has ended, or is out of reach")
     (ended,) = said.lines(status)
-    assert "ranks 2 and 3 of decode-0@a ended here: its front has ended the stream" in ended
+    assert "ranks 2 and 3 of decode-0@a ended here: its front has ended, or is out of reach" in ended
     status.registered, status.unheard_ms = "", UNHEARD_MS + 1
     (silent,) = said.lines(status)
     assert "the mesh of 10.0.0.1:7001 does not answer" in silent and said.lines(status) == []

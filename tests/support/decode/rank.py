@@ -163,32 +163,41 @@ class Rank:
             case _:
                 self.says.append(m.Copied(copy.handle, into_pages, 1, 2))
 
-    def step(self, stop: bool = False, ahead: bool = False) -> None:
-        """One decode step; `stop`: the first row samples EOS; `ahead`: the next step has been launched by then."""
+    def step(self, stop: bool = False, ahead: bool = False, drafted: int = 0) -> None:
+        """One decode step; `stop`: the first row samples EOS; `ahead`: the next step has been launched by then.
+        `drafted`: so many tokens of each row's draft are kept, if it has room for them."""
         self.end_step()
         tokens: list[m.Token] = []
-        context = 0
+        context = rows = 0
         for handle, row in list(self.rows.items()):
             if row.context >= len(row.pages) * BLOCK:
                 if not row.stalled:
                     row.stalled = True
                     self.says.append(m.Stalled(handle))
                 continue
-            row.context += 1
-            page = ("page", row.pages[(row.context - 1) // BLOCK])
-            full = row.context % BLOCK == 0
-            self.memory[page] = self._key(handle, row.context // BLOCK - 1) if full else b"partial"
-            self.answers[handle][row.made] = 1000 + row.made
-            finish = 1 if stop and not tokens else 2 if row.made + 1 >= row.join.max_tokens else 0
-            tokens.append(m.Token(handle, 1000 + row.made, row.made, finish))
-            row.made += 1
+            rows += 1
+            room = min(drafted, len(row.pages) * BLOCK - row.context - 1, row.join.max_tokens - row.made - 1)
+            for at in range(1 + max(0, room)):
+                row.context += 1
+                page = ("page", row.pages[(row.context - 1) // BLOCK])
+                full = row.context % BLOCK == 0
+                self.memory[page] = self._key(handle, row.context // BLOCK - 1) if full else b"partial"
+                self.answers[handle][row.made] = 1000 + row.made
+                ends = stop and rows == 1 and at == max(0, room)
+                finish = 1 if ends else 2 if row.made + 1 >= row.join.max_tokens else 0
+                tokens.append(m.Token(handle, 1000 + row.made, row.made, finish))
+                row.made += 1
+            if row.context < len(row.pages) * BLOCK and drafted:  # what was not kept lies behind
+                self.memory["page", row.pages[row.context // BLOCK]] = b"partial"
             context += row.context
             if finish:
                 del self.rows[handle]
             if finish == 1 and ahead:
                 self.vain[handle] = row
         if tokens:
-            self.says.append(m.DecodeStepDone(1, 2, len(tokens), context, tuple(tokens), held=tuple(self.vain)))
+            drafts = (("ngram", drafted * rows, len(tokens) - rows),) if drafted else ()
+            done = m.DecodeStepDone(1, 2, rows, context, tuple(tokens), held=tuple(self.vain), drafts=drafts)
+            self.says.append(done)
 
     def touched(self) -> list[Use]:
         """Slots that something may write or read now."""
