@@ -8,11 +8,18 @@ median of the rounds' ratios, with the interval that holds the median of what th
 All ways must say the same tokens, which is checked in each round (in bfloat16 two of a draft's logits may tie: those
 rounds are counted and told).
 
+On a machine that others use, too, look at processor time (of one thread: time without what the others took), and at
+*again*, which is *off* once more.
+
 Kinds of text: *repetitive* asks for a list again, greedily; *code* goes on with a file of functions that resemble each
 other, greedily; *rollout* samples several answers to one prompt; *hostile* is a prompt of random tokens, answered at a
 temperature at which nothing is to be foreseen. *asked-code*, *asked-chat* and *asked-rollout* are held-out chats of
 those that `examples/measured-model` was trained on (`scripts.measured_texts`), another one each round, greedily. Where
 the checkpoint has an MTP head, it drafts, too.
+
+With `--layers` a copy of the model is measured that has so many layers: those behind its own compute as much as others
+and add nothing, so that it says the same, and a step of its head is as small a part of its own as in a model of that
+depth.
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ import json
 import platform
 import random
 import statistics
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +39,10 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import Template
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks.turns import interval, ratios, take_turns
+from benchmarks.turns import interval, ratios
 from kvmesh.drafts.ngram import NgramDrafter
 from kvmesh.drafts.speculator import MOST_DRAFT, Speculator
 from kvmesh.drafts.suffix import SuffixDrafter
@@ -135,11 +145,36 @@ class Bench:
 HEAD_PAGES = 1024
 WAYS: dict[str, Callable[[Runner], Speculator | None]] = {
     "off": lambda _: None,
+    "again": lambda _: None,  # off once more: what the machine alone makes of a ratio
     "ngram": lambda _: Speculator([NgramDrafter()], MOST_DRAFT),
     "suffix": lambda _: Speculator([SuffixDrafter()], MOST_DRAFT),
     "mtp": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES)], MOST_DRAFT),
     "mtp+ngram": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES), NgramDrafter()], MOST_DRAFT),
 }
+
+
+def deepened(path: Path, layers: int, folder: Path) -> Path:
+    """Writes a copy of a checkpoint whose layers are dense, with layers behind its own that add zeros to the residual,
+    and its head behind these."""
+    raw = json.loads((path / "config.json").read_text())
+    own, generator = raw["num_hidden_layers"], torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        if name.startswith(f"model.layers.{own}."):
+            name = name.replace(f"layers.{own}.", f"layers.{layers}.")
+        tensors[name] = value
+    for name, value in list(tensors.items()):
+        for layer in range(own, layers) if name.startswith("model.layers.0.") else ():
+            ends = name.endswith(("o_proj.weight", "down_proj.weight"))
+            made = torch.zeros(value.shape) if ends else torch.randn(value.shape, generator=generator) * 0.05
+            tensors[name.replace("layers.0.", f"layers.{layer}.")] = made.to(value.dtype)
+    raw |= {"num_hidden_layers": layers, "first_k_dense_replace": layers + 1}
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((path / file).read_bytes())
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def held_out_prompts(path: Path, kind: str, count: int) -> list[list[int]]:
@@ -163,27 +198,28 @@ def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
     bench.temperature = SAMPLED.get(kind, 0.0)
     bench.said, bench.counts = {}, {}
     speculators: dict[str, Speculator | None] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in bench.ways}
+    computed: dict[str, list[float]] = {name: [] for name in bench.ways}
     other = 0
-
-    def way(name: str) -> Callable[[], None]:
-        def work() -> None:
-            nonlocal other
-            if name == "off":
-                bench.seed += 1
+    for turn in range(-1, rounds):  # the first is not timed
+        bench.seed += 1
+        at = turn % len(bench.ways)
+        for name in [*bench.ways][at:] + [*bench.ways][:at]:  # each way is first as often as the others
+            began, busy = time.perf_counter(), time.process_time()
             bench.run(name, speculators)
-            other += bench.said[name] != bench.said["off"]
-
-        return work
-
-    seconds = take_turns({name: way(name) for name in bench.ways}, rounds)
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - began)
+                computed[name].append(time.process_time() - busy)
+        other += sum(bench.said[name] != bench.said["off"] for name in bench.ways)
     if other and bench.dtype == "float32":
         raise SystemExit(f"{kind}: {other} answers differ from those without drafts")
     found: dict[str, Any] = {"prompt_tokens": len(bench.prompt), "answers_that_differ": other}
     answered = bench.batch * (bench.tokens - 1)
     for name in bench.ways:
         steps, tokens, drafted, kept = bench.counts[name]
-        gains = ratios(seconds["off"], seconds[name])
+        gains, busy_gains = ratios(seconds["off"], seconds[name]), ratios(computed["off"], computed[name])
         low, high = interval(gains)
+        busy_low, busy_high = interval(busy_gains)
         found[name] = {
             "tokens_per_s": round(answered / statistics.median(seconds[name]), 1),
             "tokens_a_step": round(tokens / steps, 3),
@@ -191,6 +227,8 @@ def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
             "kept": kept,
             "ratio": round(statistics.median(gains), 3),
             "interval": [round(low, 3), round(high, 3)],
+            "cpu_ratio": round(statistics.median(busy_gains), 3),
+            "cpu_interval": [round(busy_low, 3), round(busy_high, 3)],
         }
     return found
 
@@ -204,15 +242,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kinds", default=",".join((*PROMPTS, "hostile")))
+    parser.add_argument("--layers", type=int, default=0, help="measure a copy that is so deep")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    bench = Bench(options.model, options.dtype, options.tokens, options.batch)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = deepened(options.model, options.layers, Path(scratch)) if options.layers else options.model
+        bench = Bench(path, options.dtype, options.tokens, options.batch)
+        measure_all(bench, options)
+
+
+def measure_all(bench: Bench, options: argparse.Namespace) -> None:
+    """Measures each kind of text, prints the figures and writes them."""
     found: dict[str, Any] = {
         "model": options.model.name,
         "dtype": options.dtype,
         "tokens": options.tokens,
         "batch": options.batch,
+        "layers": bench.runner.config.layers,
         "rounds": options.rounds,
         "threads": options.threads,
         "machine": platform.machine(),
@@ -225,7 +272,8 @@ def main() -> None:
             print(
                 f"{kind:13} {name:9} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
                 f"kept {one['kept']}/{one['drafted']}  x{one['ratio']:.2f} [{one['interval'][0]:.2f}, "
-                f"{one['interval'][1]:.2f}]",
+                f"{one['interval'][1]:.2f}]  by processor time x{one['cpu_ratio']:.3f} [{one['cpu_interval'][0]:.3f}, "
+                f"{one['cpu_interval'][1]:.3f}]",
                 flush=True,
             )
         print(f"{kind:13} answers that differ: {found[kind]['answers_that_differ']}", flush=True)

@@ -147,16 +147,18 @@ def equal_compute_borders(tokens: int, chunks: int, cost: ChunkCost, *, cached: 
 
 
 def bounded_borders(
-    tokens: int, most: int, cost: ChunkCost, *, cached: int = 0, block: int = 1, least: int = 0
+    tokens: int, most: int, cost: ChunkCost, *, cached: int = 0, block: int = 1, least: int = 0, wanted: int = 0
 ) -> list[int]:
     """Returns the ends of chunks of which none has more than `most` tokens, a multiple of `block`, and that take equal
-    compute as far as this allows: where so many chunks would be needed that the last ones have less than `least`
-    tokens, whose fixed costs no longer hide, the first ones have `most` tokens and take less. Raises ConfigError for
-    sizes that cannot be."""
+    compute as far as this allows: where so many chunks would be needed that there are more than `wanted` (0: any
+    number), or that the last ones have less than `least` tokens, whose fixed costs no longer hide, the first ones have
+    `most` tokens and take less. Raises ConfigError for sizes that cannot be."""
     _check(tokens, cached, block)
     if most < block or most % block:
         raise ConfigError(f"most={most}: must be a multiple of block={block}", field="most")
     target = max(cost.work(cached, cached + most), cost.work(max(cached, tokens - least), tokens))
+    if wanted:
+        target = max(target, cost.work(cached, tokens) / wanted)
     ends: list[int] = []
     start = cached
     while tokens - start > most and cost.work(start, start + most) < target:

@@ -15,10 +15,13 @@
     │   └── QuotaExceeded ......... RESOURCE_EXHAUSTED   429   field: the quota of the API key that is used up
     │       └── QuotaTooSmall ..... RESOURCE_EXHAUSTED   429   not retryable: the request is larger than the quota
     ├── Unavailable ............... UNAVAILABLE          503   retryable
+    │   ├── Paused ................ UNAVAILABLE          503   retryable: an operator or a trainer has paused the model
+    │   ├── WeightsChanged ........ UNAVAILABLE          503   retryable: the request was made for another weights epoch
     │   ├── HandoffLost ........... UNAVAILABLE          503   retryable: writer or holder went away
     │   └── TlsFailed ............. UNAVAILABLE          503   retryable: one side speaks TLS, or distrusts the other
     ├── DeadlinePassed ............ DEADLINE_EXCEEDED    504
     ├── RequestCancelled .......... CANCELLED            499
+    │   └── RequestAborted ........ CANCELLED            499   by an operator's or a trainer's pause, not by its client
     ├── ProtocolMismatch .......... FAILED_PRECONDITION  412
     ├── NotLeader ................. FAILED_PRECONDITION  503   retryable: ask the master at `leader`, if it is known
     ├── StaleTerm ................. FAILED_PRECONDITION  409   an order of a master that leads no more
@@ -26,6 +29,7 @@
     │   └── CheckpointError ....... FAILED_PRECONDITION  500   at start, names the file or tensor
     ├── TransferError ............. UNAVAILABLE          503   retryable
     └── InternalError ............. INTERNAL             500
+        ├── FailedWeights ......... INTERNAL             500   an update ended in the middle: neither weights are whole
         └── NonFiniteLogits ....... INTERNAL             500   rows: the batch rows whose logits hold NaN or inf
 
 This module imports nothing but the standard library, so that every package may raise from it;
@@ -160,6 +164,21 @@ class HandoffLost(Unavailable):
     code = "handoff_lost"
 
 
+class Paused(Unavailable):
+    """An operator or a trainer has paused the model: the request goes on when it is resumed."""
+
+    code = "paused"
+
+    PREFIX: ClassVar[str] = "paused: "
+    """What the reason of an instance that is not ready begins with while it is paused."""
+
+
+class WeightsChanged(Unavailable):
+    """The request was made for another epoch of the weights than the instance serves: its block keys are others."""
+
+    code = "weights_changed"
+
+
 class TlsFailed(Unavailable):
     code = "tls_failed"
 
@@ -174,6 +193,12 @@ class RequestCancelled(KvmeshError):
     code = "cancelled"
     grpc_status = "CANCELLED"
     http_status = 499
+
+
+class RequestAborted(RequestCancelled):
+    """An operator or a trainer has ended all requests in flight."""
+
+    code = "aborted"
 
 
 class NotLeader(KvmeshError):
@@ -225,6 +250,12 @@ class TransferError(KvmeshError):
 
 class InternalError(KvmeshError):
     pass
+
+
+class FailedWeights(InternalError):
+    """An update of the weights ended in the middle: the instance serves nothing until another one succeeds."""
+
+    code = "failed_weights"
 
 
 class NonFiniteLogits(InternalError):

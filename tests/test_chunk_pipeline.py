@@ -85,6 +85,18 @@ def test_first_chunks_are_cheaper_where_the_last_would_be_too_short() -> None:
     assert len(bounded) < 700 and 1024 <= bounded[-1] - bounded[-2] < 1536
 
 
+def test_no_more_chunks_than_are_wanted_where_only_the_first_ones_are_bound() -> None:
+    """By their pairs, 512 tokens at the end take as long as many times that at the begin: it is these that have 512."""
+    cost = ChunkCost(1e-5, 1e-7)
+    bound, wanted = (bounded_borders(8192, 512, cost, block=16, wanted=wanted) for wanted in (0, 20))
+    assert len(bound) > 60 and len(wanted) <= 24
+    works = [cost.work(start, end) for start, end in zip([0, *wanted[:-1]], wanted, strict=True)]
+    lengths = [end - start for start, end in zip([0, *wanted[:-1]], wanted, strict=True)]
+    first = lengths.count(512)
+    assert lengths[:first] == [512] * first and works[:first] == sorted(works[:first])
+    assert max(works) < 1.1 * min(works[first:]) and max(works) < 1.1 * cost.work(0, 8192) / 20
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     token=st.floats(1e-7, 1e-4), ratio=st.floats(1e-4, 1e-2), step=st.floats(0, 1e-2), scale=st.floats(1e-3, 1e3),

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from kvmesh.drafts.drafter import MOST_STRENGTH
 
-FIXED = 0.02  # the host's part of a step with drafts: to find them, to sort what is kept
-LEAST_GAIN = 1.03  # of tokens a second, below which a draft is not worth its trouble
+FIXED = 0.02  # what a step with drafts costs beside its tokens
+LEAST_GAIN = 1.08  # of tokens a second, below which a draft is not worth its trouble: both sides are estimates
 PRIOR_TRIES = 4.0  # how many tries of its own the others' chance counts for, with a row
 FORGETS = 0.97  # how much of the earlier tries each new one leaves
 MOST_CHANCE = 0.98

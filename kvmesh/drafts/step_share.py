@@ -1,51 +1,59 @@
-"""What one more token adds to a step, as a share of the step: learned from the times of steps. Pure.
+"""What one more token of a draft adds to a step, as a share of the step: learned from the times of steps. Pure.
 
-    time = a + b·tokens            share of R rows = b / (a + b·R)
+    share = (time of a step with drafts / time of one without - 1) / tokens of its drafts
 
-a and b are those of a line through the steps of late, of which each counts a little less than the one after it. Before
-steps of different sizes were seen, b is believed to be small: the first drafts show it.
+What a step with drafts costs whatever they are (to find them, to sort what is kept) is thereby spread over drafts as
+long as they are of late. Both times are means of late steps. Where drafts are all that there is, contexts grow and the
+time without them stays: the share is believed to be larger than it is, until steps without drafts show what they take.
 """
 
 from __future__ import annotations
 
-FORGETS = 0.99
-FAR_OFF = 3.0  # times what was predicted: a step that waited for the machine
-BELIEVED = 0.05  # share of one token, in the weight of one step
+FORGETS = 0.97
+FAR_OFF = 3.0  # times the mean: a step that waited for the machine
+BELIEVED, LEAST = 0.1, 0.002
+TRIES = 4.0  # steps with drafts that the belief counts for
 PER_MILLION = 1_000_000
 
 
-class StepShare:
-    """Fits the line. Steps that computed prompts are not given to it."""
+class _LateMean:
+    """A mean of late values, which bounds what one that is far off does."""
+
+    __slots__ = ("_sum", "weight")
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of 1, tokens, tokens², ns, tokens·ns, decayed
+        self.weight = self._sum = 0.0
 
-    def add(self, tokens: int, took_ns: int) -> None:
-        """Notes a step."""
-        expected = self._time(tokens)
-        if expected:
-            took_ns = min(took_ns, int(FAR_OFF * expected))
-        new = (1.0, tokens, tokens * tokens, took_ns, tokens * took_ns)
-        self._sums = [FORGETS * old + one for old, one in zip(self._sums, new, strict=True)]
+    def add(self, value: float) -> None:
+        if self.weight:
+            value = min(value, FAR_OFF * self.mean)
+        self.weight, self._sum = FORGETS * self.weight + 1, FORGETS * self._sum + value
 
-    def _line(self) -> tuple[float, float]:
-        n, x, xx, y, xy = self._sums
-        if not n:
-            return 0.0, 0.0
-        mean_x, mean_y = x / n, y / n
-        spread, together = xx - x * mean_x, xy - x * mean_y
-        # One step's worth of belief that a token adds BELIEVED of a mean step.
-        slope = (together + BELIEVED * mean_y) / (spread + 1.0)
-        slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
-        return mean_y - slope * mean_x, slope
+    @property
+    def mean(self) -> float:
+        return self._sum / self.weight if self.weight else 0.0
 
-    def _time(self, tokens: int) -> float:
-        base, slope = self._line()
-        return base + slope * tokens
 
-    def ppm(self, rows: int) -> int:
-        """Returns the share of a step of so many rows that one token adds, in millionths: a number that a group's
-        leader can tell the others."""
-        base, slope = self._line()
-        whole = base + slope * rows
-        return int(PER_MILLION * (slope / whole if whole else BELIEVED))
+class StepShare:
+    """Keeps the times. Steps that computed prompts are not given to it."""
+
+    def __init__(self) -> None:
+        self._plain, self._drafting, self._tokens = _LateMean(), _LateMean(), _LateMean()
+
+    def add(self, drafted: int, took_ns: int) -> None:
+        """Notes a step that computed so many tokens of drafts."""
+        if drafted:
+            self._drafting.add(took_ns)
+            self._tokens.add(drafted)
+        else:
+            self._plain.add(took_ns)
+
+    @property
+    def ppm(self) -> int:
+        """The share in millionths: a number that a group's leader can tell the others."""
+        share = BELIEVED
+        if self._plain.weight and self._tokens.weight:
+            found = max(LEAST, (self._drafting.mean / self._plain.mean - 1) / self._tokens.mean)
+            weight = self._tokens.weight
+            share = (found * weight + BELIEVED * TRIES) / (weight + TRIES)
+        return int(PER_MILLION * share)

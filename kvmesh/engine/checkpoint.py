@@ -78,7 +78,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {self.config.architecture} has no MTP head", field="speculate")
         expected = mtp_tensors(self.config)
         expected |= {name: shape for name, shape in mtp_copies(self.config).items() if name in self.mtp}
-        for _ in _checked(expected, self.mtp, self.path):
+        for _ in _checked(expected, self.mtp, str(self.path)):
             pass
 
     def info(self, name: str) -> TensorInfo:
@@ -172,12 +172,26 @@ def open_checkpoint(path: str | Path, max_context_tokens: int = 0, cache_dir: st
             raise
         raise CheckpointError(f"{folder}: {err.message}", field=err.field) from None
     found = {canonical_name(config, name): info for name, info in _shards(folder).items()}
-    expected = expected_tensors(config)
-    if HEAD in found:  # config says tied but the file brings a head of its own: transformers uses it
-        expected.setdefault(HEAD, (config.vocab_size, config.hidden_size))
-    tensors = {name: found[name] for name in _checked(expected, found, folder)}
+    tensors = {name: found[name] for name in check_tensors(config, found, str(folder))}
     of_head = {**mtp_tensors(config), **mtp_copies(config)} if config.mtp_layers else {}
     return Checkpoint(folder, config, tensors, cache_dir, {name: found[name] for name in of_head if name in found})
+
+
+def open_weights(path: str | Path, served: ModelConfig, max_context_tokens: int = 0) -> Checkpoint:
+    """Opens a folder of other weights for a model that is served as `served` says, checked as `open_checkpoint` does
+    it. A folder without a config.json is taken to be of the same model. Raises CheckpointError, also where its
+    config.json describes another."""
+    folder = Path(path)
+    if folder.is_dir() and (folder / "config.json").exists():
+        found = open_checkpoint(folder, max_context_tokens)
+        if found.config.canonical() != served.canonical():
+            text = f"{folder}: config.json is not that of the served model (other sizes, or another family)"
+            raise CheckpointError(text, field="config.json")
+        return Checkpoint(folder, served, found.tensors)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder with safetensors")
+    tensors = {canonical_name(served, name): info for name, info in _shards(folder).items()}
+    return Checkpoint(folder, served, {name: tensors[name] for name in check_tensors(served, tensors, str(folder))})
 
 
 class _reading:  # noqa: N801 - reads like a statement
@@ -267,12 +281,21 @@ def _entry(file: Path, base: int, name: str, raw: dict[str, Any]) -> TensorInfo:
     return TensorInfo(name, dtype, shape, file, base + begin, end - begin)
 
 
-def _checked(expected: Mapping[str, Shape], found: Mapping[str, TensorInfo], folder: Path) -> Iterator[str]:
+def check_tensors(config: ModelConfig, found: Mapping[str, TensorInfo], where: str) -> Iterator[str]:
+    """Returns the names of the tensors that the model uses, each checked; others that are `found` are ignored. Raises
+    CheckpointError for one that is missing or has another shape or dtype."""
+    expected = expected_tensors(config)
+    if HEAD in found:  # config says tied but the file brings a head of its own: transformers uses it
+        expected.setdefault(HEAD, (config.vocab_size, config.hidden_size))
+    return _checked(expected, found, where)
+
+
+def _checked(expected: Mapping[str, Shape], found: Mapping[str, TensorInfo], where: str) -> Iterator[str]:
     """Returns the names of the tensors that are expected, each checked; others in the files are ignored."""
     for name, shape in expected.items():
         info = found.get(name)
         if info is None:
-            raise CheckpointError(f"{folder}: tensor {name} is missing from the checkpoint", field=name)
+            raise CheckpointError(f"{where}: tensor {name} is missing from the checkpoint", field=name)
         if info.shape != shape:
             raise CheckpointError(
                 f"{info.file}: tensor {name} has shape {list(info.shape)}, config.json asks for {list(shape)}",

@@ -23,6 +23,7 @@ from kvmesh.engine.cache_memory import GroupShape, check_memory, group_shapes
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.context import context_turn
+from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.models.dispatch import share_rounds
 from kvmesh.engine.models.latent import up_projections
 from kvmesh.engine.models.moe import count_choices, exchanged_experts
@@ -35,6 +36,7 @@ from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
 from kvmesh.engine.stages import BusyTime, stage_groups, stage_layers
 from kvmesh.engine.weights import Weights
+from kvmesh.engine.weights_update import TensorSource, WeightsUpdate
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import CacheGroup, is_single
 from kvmesh.kvcache.layout import ShardLayout
@@ -151,6 +153,7 @@ class Runner:
         self._sampler = Sampler(self.device)
         self.tolerant = mesh.axes.pp > 1
         self._check_pages(pages)
+        self._experts_cut: ExpertsCut = experts_cut
         with torch.inference_mode():
             weights = Weights(checkpoint, self._dtype, self.device, mesh, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
@@ -159,13 +162,25 @@ class Runner:
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
             self.expert_counts = count_choices(self.model.layers, experts, self.device, self.stage_layers.start)
+        self._exchanged = exchanged_experts(self.model.layers)  # before MLPs are those of shared tokens
         self.shared_tokens = share_tokens(self.model.layers, mesh.group("cp"))
-        self._exchanged = exchanged_experts(self.model.layers)
         if self.mtp is not None and exchanged_experts([self.mtp.layer]):
             raise ConfigError("speculate=mtp: the head's experts would lie over dp", field="speculate")
         self.rounds = share_rounds(self._exchanged, mesh, self.device)
         self.use_pages(pages, cuda_graphs)
         checkpoint.close()  # everything has been copied out of the file mappings
+
+    def new_weights(self, source: TensorSource) -> WeightsUpdate:
+        """Returns what puts the weights of `source` in the place of those that the model has. No step may run between
+        the begin and the end of `WeightsUpdate.apply`, and what is in pages is of the old weights."""
+
+        def build(weights: Weights) -> DecoderModel:
+            made = MODELS[self.config.architecture](self._own, weights)
+            share_tokens(made.layers, self.mesh.group("cp"))
+            return made
+
+        weights = Weights(source, self._dtype, self.device, self.mesh, self._experts_cut)
+        return WeightsUpdate(self.model, weights, build)
 
     def use_pages(
         self,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh
 from kvmesh.engine.stages import stage_layers
+
+if TYPE_CHECKING:
+    from kvmesh.engine.weights_update import TensorSource
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -21,7 +24,7 @@ class Weights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         dtype: torch.dtype,
         device: torch.device,
         mesh: RankMesh = ALONE,
@@ -32,6 +35,7 @@ class Weights:
         self.device = device
         self.mesh = mesh
         self.experts_cut = experts_cut
+        self.reads_ends = True  # whether a model made of these has an embedding and a head beside its layers
 
     @property
     def config(self) -> ModelConfig:

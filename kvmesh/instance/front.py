@@ -21,12 +21,13 @@ from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.engine.axes import Axes
-from kvmesh.errors import ConfigError, InternalError, KvmeshError
+from kvmesh.errors import ConfigError, FailedWeights, InternalError, InvalidRequest, KvmeshError, Paused
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
 from kvmesh.instance.host_link import RankHostLink, ranks_at
+from kvmesh.instance.pausing import InstancePause, PausableHalf, PauseMode
 from kvmesh.instance.profiling import RankProfiles
-from kvmesh.instance.served_weights import ServedWeights
+from kvmesh.instance.served_weights import LiveWeights, NewWeights, ServedWeights, WeightsTaken
 from kvmesh.instance.servicer import add_instance
 from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.grouped_store import GroupedStore
@@ -102,6 +103,9 @@ class Front:
         self._secret = secrets.token_bytes(SECRET_BYTES) if self._hosts else b""
         self.segments = PeerSegments(self.ranks)
         self.profiles = RankProfiles(self.ranks)
+        self._live = LiveWeights(self.ranks, config.weights_epoch)
+        self._pause = InstancePause(self.instance_id, ())
+        self._on_weights: Callable[[], None] = lambda: None
         self.blocks: BlockService | None = None
         self._grouped: GroupedMemory | None = None  # where the ranks keep several cache groups
         self._warm: WarmMemory | None = None
@@ -319,6 +323,8 @@ class Front:
             return
         if self.blocks is not None and self.blocks.rank_said(rank, message):
             return
+        if self._live.rank_said(rank, message):
+            return
         if not self.profiles.rank_said(rank, message):
             self._on_message(rank, message)
 
@@ -335,6 +341,7 @@ class Front:
         if self._warm is not None:
             self._warm.close()  # the memory is still there, for the next incarnation
         self.profiles.ranks_lost(cause)
+        self._live.ranks_lost(cause)
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()
@@ -342,6 +349,13 @@ class Front:
     @property
     def not_ready_reason(self) -> str:
         """Why this instance should get no work now; "" when it should."""
+        if self._live.torn:
+            return self.unhealthy_reason or self._live.torn
+        return self.unhealthy_reason or (f"{Paused.PREFIX}{self._pause.reason}" if self._pause.reason else "")
+
+    @property
+    def unhealthy_reason(self) -> str:
+        """Why its ranks cannot be trusted to answer, or that it ends; "" when it is well, if perhaps paused."""
         if self._lost:
             return self._lost
         now, limit = time.monotonic(), self.config.rank_silence_ms / 1000
@@ -367,7 +381,8 @@ class Front:
 
     @property
     def weights(self) -> ServedWeights:
-        return ServedWeights(self.ranks[0].ready.fingerprint, self.config.weights_epoch)
+        """Which weights its ranks compute with now."""
+        return ServedWeights(self.ranks[0].ready.fingerprint, self._live.epoch)
 
     @property
     def card(self) -> pb.ModelCard:
@@ -381,7 +396,7 @@ class Front:
             vocab_size=ready.vocab_size,
             eos_token_ids=ready.eos_token_ids,
             kv_bytes_per_token=ready.kv_bytes_per_token if grouped is None else grouped.kv_bytes_per_token,
-            weights_epoch=c.weights_epoch,
+            weights_epoch=self._live.epoch,
             cache_groups=groups_to_wire(grouped.groups, grouped.object_bytes) if grouped is not None else (),
         )
 
@@ -444,6 +459,45 @@ class Front:
         if blocks is not None:
             blocks.start(self._registrar)
         self._tasks.append(asyncio.create_task(self._registrar.run(self._stop), name="registrar"))
+
+    # ── pauses, and weights that change ───────────────────────────────────────────────────────────
+
+    def can_pause(self, *halves: PausableHalf, on_weights: Callable[[], None]) -> None:
+        """Says how this instance is paused, decode before prefill. `on_weights` is called when its weights are
+        others."""
+        self._pause = InstancePause(self.instance_id, halves)
+        self._on_weights = on_weights
+
+    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
+        """Takes no requests until `resume`. Returns how many in flight were ended, once none is left. Raises
+        DeadlinePassed."""
+        try:
+            return await self._pause.pause(mode, reason, deadline_s)
+        finally:
+            self.urge()
+
+    def resume(self) -> int:
+        """Takes requests again; returns the epoch of the weights that they get. Raises FailedWeights while these are
+        not whole."""
+        if self._live.torn:
+            raise FailedWeights(f"{self.instance_id}: {self._live.torn}: it needs another update first")
+        self._pause.resume()
+        self.urge()
+        return self._live.epoch
+
+    async def update_weights(self, new: NewWeights, deadline_s: float) -> WeightsTaken:
+        """Takes other weights while it is paused, and stays so. Raises as `LiveWeights.update` does, and InvalidRequest
+        while requests may be in flight."""
+        if not self._pause.empty:
+            raise InvalidRequest("epoch: weights change while nothing runs: pause the instance first", field="epoch")
+        try:
+            taken = await self._live.update(new, deadline_s)
+        finally:
+            self.urge()
+        self._on_weights()
+        if self._registrar is not None:
+            self._registrar.serve(self.card)
+        return taken
 
     def become(self, role: pb.Role.ValueType) -> None:
         """Takes this role from now on; the conductor is told at once."""

@@ -24,7 +24,7 @@ import msgspec
 from kvmesh.errors import InvalidRequest, Overloaded, ProtocolMismatch, Unavailable
 from kvmesh.instance.host_link import BEAT_S, PIECE_BYTES, build
 from kvmesh.instance.rank_host_config import RanksConfig
-from kvmesh.instance.rank_lending import RankLender, gpu_memory, memory_for_ranks
+from kvmesh.instance.rank_lending import RankLender, fingerprint, gpu_memory, memory_for_ranks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankProcess, rank_env, rank_socket, start_process
 from kvmesh.ranks.front_port import FrontPort
@@ -57,6 +57,8 @@ async def run(config: RanksConfig, stop: asyncio.Event, started: Callable[[dict[
         ranks_pb2_grpc.add_RankHostServicer_to_server(servicer, server.grpc)
         server.serves(SERVICE)
         await asyncio.to_thread(gpu_memory)
+        if config.store and config.model:
+            servicer.fingerprint = await asyncio.to_thread(fingerprint, config.model, config.cache_dir)
         port = await server.start()
         servicer.address = join(config.advertise_host or config.host, port)
         lender = RankLender(config.store, servicer.state) if config.store else None
@@ -271,6 +273,7 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
         self._ended: deque[ranks_pb2.RankHostEnd] = deque(maxlen=ENDS_KEPT)
         self._ends = 0
         self.address = ""  # where others reach it
+        self.fingerprint = ""  # of its checkpoint, where it has one for all
         self.lender: RankLender | None = None
 
     def state(self) -> ranks_pb2.RankHostState:
@@ -284,6 +287,7 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
             max_ranks=config.max_ranks,
             gpus=len(gpu_memory()),
             memory_bytes=memory_for_ranks(),
+            fingerprint=self.fingerprint,
             uses=[
                 ranks_pb2.RankHostUse(instance_id=name, ranks=hosted.numbers)
                 for name, hosted in self._hosted.items()

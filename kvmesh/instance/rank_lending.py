@@ -61,6 +61,14 @@ def memory_for_ranks() -> int:
     return min(gpu_memory(), default=0) or available_bytes()
 
 
+def fingerprint(model: str, cache_dir: str) -> str:
+    """Returns that of a checkpoint folder; the first time all of it is read. Raises CheckpointError."""
+    from kvmesh.engine.checkpoint import open_checkpoint
+
+    with open_checkpoint(model, cache_dir=cache_dir) as checkpoint:
+        return checkpoint.fingerprint
+
+
 class RankLender:
     """Tells the store masters of one rank host, again and again. `state` returns what it is now."""
 
@@ -121,6 +129,7 @@ async def placed(config: C, stop: asyncio.Event) -> C | None:
         hosts=config.rank_host_count,
         ranks_each=config.axes.world // (config.rank_host_count + 1),
         gpus=config.device.startswith("cuda"),
+        fingerprint=await asyncio.to_thread(fingerprint, config.model, config.cache_dir),
     )
     said, said_at = "", 0.0
     async with LeaderClient(STORE, LeaderTracker(config.store)) as client:

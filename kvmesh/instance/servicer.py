@@ -6,13 +6,26 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvmesh.errors import FixedRole, InvalidRequest, Unavailable, UnknownInstance
+from kvmesh.instance.pausing import PauseMode
 from kvmesh.instance.profiling import RankProfiles, on_wire
+from kvmesh.instance.served_weights import NewWeights, ServedWeights, WeightsTaken
+from kvmesh.ranks.protocol import RemoteTensor
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import instance_pb2, instance_pb2_grpc
 from kvmesh.rpc.server import Server
 
 SERVICE = "kvmesh.v1.Instance"
 ROLES = (pb.ROLE_PREFILL, pb.ROLE_DECODE, pb.ROLE_BOTH)
+
+
+PAUSE_MODES = {
+    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.KEEP,
+    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    pb.PAUSE_MODE_FINISH: PauseMode.FINISH,
+}
+PAUSE_MS, UPDATE_MS, MOST_MS = 60_000, 600_000, 3_600_000
+MAX_REASON = 200
 
 
 class Switchable(Protocol):
@@ -27,6 +40,15 @@ class Switchable(Protocol):
 
     @property
     def not_ready_reason(self) -> str: ...
+
+    @property
+    def weights(self) -> ServedWeights: ...
+
+    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int: ...
+
+    def resume(self) -> int: ...
+
+    async def update_weights(self, new: NewWeights, deadline_s: float) -> WeightsTaken: ...
 
 
 class InstanceServicer(instance_pb2_grpc.InstanceServicer):
@@ -62,12 +84,64 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         answers = await self._front.profiles.profile(ref.instance_id, request.steps, request.deadline_ms)
         return instance_pb2.ProfileResponse(instance=ref, role=self._front.role, ranks=map(on_wire, answers))
 
+    async def Pause(self, request: instance_pb2.PauseRequest, context: Any) -> instance_pb2.PauseResponse:  # noqa: N802
+        """Raises UnknownInstance, InvalidRequest or DeadlinePassed (see the proto)."""
+        ref = self._ref(request.incarnation)
+        ended = await self._front.pause(
+            pause_mode(request.mode), request.reason[:MAX_REASON], deadline_s(request.deadline_ms, PAUSE_MS)
+        )
+        return instance_pb2.PauseResponse(instance=ref, ended=ended)
+
+    async def Resume(  # noqa: N802
+        self, request: instance_pb2.ResumeRequest, context: Any
+    ) -> instance_pb2.ResumeResponse:
+        """Raises UnknownInstance, or FailedWeights while the weights are not whole."""
+        ref = self._ref(request.incarnation)
+        return instance_pb2.ResumeResponse(instance=ref, weights_epoch=self._front.resume())
+
+    async def UpdateWeights(  # noqa: N802
+        self, request: instance_pb2.UpdateWeightsRequest, context: Any
+    ) -> instance_pb2.UpdateWeightsResponse:
+        """Raises UnknownInstance, and as Front.update_weights does."""
+        ref = self._ref(request.incarnation)
+        new = new_weights(request.weights_epoch, request.source)
+        taken = await self._front.update_weights(new, deadline_s(request.deadline_ms, UPDATE_MS))
+        return instance_pb2.UpdateWeightsResponse(
+            taken=pb.WeightsTaken(
+                instance=ref,
+                weights_epoch=self._front.weights.epoch,
+                bytes=taken.nbytes,
+                seconds=taken.seconds,
+                apply_seconds=taken.apply_s,
+            )
+        )
+
     def _ref(self, incarnation: int) -> pb.InstanceRef:
         """Who we are. Raises UnknownInstance when another life of us is meant."""
         ref = self._front.ref
         if incarnation not in (0, ref.incarnation):
             raise UnknownInstance(f"{ref.instance_id} lives as {ref.incarnation:x}, not {incarnation:x}")
         return ref
+
+
+def pause_mode(mode: pb.PauseMode.ValueType) -> PauseMode:
+    """Raises InvalidRequest for a number that is no mode."""
+    if mode not in PAUSE_MODES:
+        raise InvalidRequest.of("mode", mode, "keep, abort or finish")
+    return PAUSE_MODES[mode]
+
+
+def deadline_s(told_ms: int, default_ms: int) -> float:
+    """Returns the deadline of a call in seconds. Raises InvalidRequest for one that is too late."""
+    if told_ms > MOST_MS:
+        raise InvalidRequest.of("deadline_ms", told_ms, f"at most {MOST_MS}")
+    return (told_ms or default_ms) / 1000
+
+
+def new_weights(epoch: int, source: pb.WeightsSource) -> NewWeights:
+    """Returns where the weights are that an order names."""
+    tensors = tuple(RemoteTensor(one.name, one.dtype, tuple(one.shape), one.offset) for one in source.tensors)
+    return NewWeights(epoch, source.path, source.segment_descriptor, tensors)
 
 
 def add_instance(front: Switchable, server: Server) -> None:

@@ -350,6 +350,11 @@ class _ConductorPeer(MembershipPeer):
         self._registration.role = role
         self.enter_again()
 
+    def serve(self, card: pb_common.ModelCard) -> None:
+        """Register again at once, with this card."""
+        self._registration.model.CopyFrom(card)
+        self.enter_again()
+
     async def _enter(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
         answer: pb.RegisterInstanceResponse = await peer.call("Register", self._registration, timeout_s)
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
@@ -501,6 +506,11 @@ class Registrar:
         was, a node with memory."""
         for peer in self._conductors:
             peer.become(role)
+
+    def serve(self, card: pb_common.ModelCard) -> None:
+        """The instance serves other weights from now on: the conductors hear of it at once."""
+        for peer in self._conductors:
+            peer.serve(card)
 
     def urge_store(self) -> None:
         """The master seems to have forgotten us: beat soon, to find out and to join again; until then nothing counts as

@@ -609,6 +609,61 @@ class Profiled(Message, frozen=True):
     experts: tuple[ProfiledExperts, ...] = ()
 
 
+# ── weights that change ───────────────────────────────────────────────────────────────────────────
+
+
+class RemoteTensor(msgspec.Struct, frozen=True, array_like=True):
+    """Says where a trainer has one tensor: at `offset` of its segment, whole and contiguous."""
+
+    name: str
+    dtype: str  # as in safetensors: "F32", "BF16", "F16", "F64"
+    shape: tuple[int, ...]
+    offset: int
+
+
+class PrepareWeights(Message, frozen=True):
+    """Opens other weights and checks that this rank can take its part of them; nothing changes yet. They are a folder
+    at `path`, or lie in a trainer's segment. The answer is WeightsPrepared."""
+
+    ticket: int
+    path: str = ""
+    segment: bytes = b""  # SegmentDescriptor.encode()
+    tensors: tuple[RemoteTensor, ...] = ()
+
+
+class ApplyWeights(Message, frozen=True):
+    """Takes the weights that were prepared, in place. No request is in any batch meanwhile. The answer is
+    WeightsApplied."""
+
+    ticket: int
+
+
+class DropWeights(Message, frozen=True):
+    """Closes weights that were prepared and will not be taken."""
+
+    ticket: int
+
+
+class WeightsPrepared(Message, frozen=True):
+    """`why_not` "": ApplyWeights can follow; else `code` names the error (kvmesh.errors)."""
+
+    ticket: int
+    why_not: str = ""
+    code: str = ""
+    field: str = ""
+
+
+class WeightsApplied(Message, frozen=True):
+    """`nbytes` were written into the model. `why_not` other than "": reading ended in the middle, and the rank has some
+    of the old weights and some of the new ones."""
+
+    ticket: int
+    nbytes: int
+    start_ns: int
+    end_ns: int
+    why_not: str = ""
+
+
 # ── front → rank: prefill ─────────────────────────────────────────────────────────────────────────
 
 
@@ -984,6 +1039,9 @@ ToRank = (
     | WarmVerify
     | Profile
     | ProfileStop
+    | PrepareWeights
+    | ApplyWeights
+    | DropWeights
 )
 
 ToFront = (
@@ -1018,6 +1076,8 @@ ToFront = (
     | TierStats
     | WarmVerified
     | Profiled
+    | WeightsPrepared
+    | WeightsApplied
 )
 
 

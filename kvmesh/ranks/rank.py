@@ -282,7 +282,8 @@ class RankLoop:
         speaks = configure.rank % axes.replica == axes.speaker
         if configure.rank_route:
             self._store = StoreCaller(self._port, self._commands.arrived)
-        return Worker(configure, self._port.send if speaks else self._send_unless_alike, self._store)
+        send = self._port.send if speaks else self._send_unless_alike
+        return Worker(configure, send, self._store, self._take_urgent)
 
     def _send_unless_alike(self, message: m.ToFront) -> None:
         if not isinstance(message, SPEAKERS):

@@ -33,6 +33,7 @@ class CallerRole(StrEnum):
     GATEWAY = "gateway"
     OPERATOR = "operator"  # the command line, whoever watches a mesh
     CLIENT = "client"  # a program that uses the Store as a library
+    TRAINER = "trainer"  # a program that changes the weights of a model
 
 
 class Identity(NamedTuple):
@@ -136,11 +137,11 @@ class Permission:
         return attrgetter(self.claim)
 
 
-_I, _S, _C, _G, _O, _L = CallerRole
+_I, _S, _C, _G, _O, _L, _T = CallerRole
 _ANY = frozenset(CallerRole)
 BOUND = frozenset((_I, _S))  # must be the instance that a call names
 
-KV_ROLES = frozenset((_I, _S, _O, _L))  # whose transfer engines move KV
+KV_ROLES = frozenset((_I, _S, _O, _L, _T))  # whose transfer engines move KV, or weights
 
 PUBLIC = Permission(None, public=True)
 EVERYBODY = Permission(None)
@@ -187,6 +188,9 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "Explain": _may(_O),
         "Cordon": _may(_O),
         "GetScaleHints": _may(_O),
+        "PauseModel": _may(_G, _O, _T),
+        "ResumeModel": _may(_G, _O, _T),
+        "UpdateModelWeights": _may(_G, _O, _T),
     },
     "kvmesh.v1.NodeStore": {
         "Lease": _USE_OF_BLOCKS,
@@ -204,7 +208,13 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
     },
     "kvmesh.v1.Decode": {"Session": _may(_G), "GetPools": _may(_O)},
     "kvmesh.v1.Prefill": {"Handoff": _may(_I, claim="hello.instance.instance_id"), "GetPools": _may(_O)},
-    "kvmesh.v1.Instance": {"SetRole": _may(_C, _O), "Profile": _may(_O)},
+    "kvmesh.v1.Instance": {
+        "SetRole": _may(_C, _O),
+        "Profile": _may(_O),
+        "Pause": _may(_C, _O),
+        "Resume": _may(_C, _O),
+        "UpdateWeights": _may(_C, _O),
+    },
     "kvmesh.v1.RankHost": {
         "Run": _may(_I, claim="hello.instance.instance_id"),
         "GetStatus": _may(_I, _O),

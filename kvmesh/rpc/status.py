@@ -110,6 +110,14 @@ def from_rpc_error(err: grpc.RpcError) -> KvmeshError:
     return _BY_STATUS.get(code, InternalError)(message)
 
 
+async def called(call: Any) -> Any:
+    """Returns the answer of a gRPC call. Raises KvmeshError."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+
+
 def trailing_metadata(err: KvmeshError) -> tuple[tuple[str, bytes], ...]:
     """Returns metadata from which `from_rpc_error` rebuilds `err` at the caller."""
     return ((DETAIL_KEY, to_detail(err).SerializeToString()),)

@@ -31,6 +31,7 @@ from kvmesh.services.conductor.domain import (
     Role,
     SwitchRole,
 )
+from kvmesh.services.conductor.model_control import ModelControl
 from kvmesh.services.conductor.peers.leadership import ConductorLeadership
 from kvmesh.services.conductor.state import ConductorState
 from kvmesh.telemetry import names, spans
@@ -73,6 +74,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._peers = peers
         self._queue = queue or CallQueue(1024, "max_schedules")
         self.grpc_calls = 0  # Register, Heartbeat and Schedule so far
+        self._control = ModelControl(lambda: state.instances)
         self._gauges = ScaleGauges()
         self._errors = PresentSeries(names.CONDUCTOR_PREDICTION_ERROR)
         self._idle = PresentSeries(names.CONDUCTOR_IDLE)
@@ -188,7 +190,9 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             if not self._leadership.opened:
                 raise Unavailable("this conductor has just started")
             placed = self._place(mapping.schedule_in(request), attributes)
-            return pb.ScheduleResponse(placement=mapping.placement_out(placed))
+            placement = mapping.placement_out(placed)
+            placement.weights_epoch = self._state.weights_epoch(placed.decode.instance_id)
+            return pb.ScheduleResponse(placement=placement)
         except Exception as err:
             outcome, failure = getattr(err, "code", "internal"), str(err)
             attributes[names.ERROR_TYPE] = outcome
@@ -269,6 +273,20 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             raise error
         await self._leadership.cordon(event, was, self._state.places(event.instance_id) or [event.instance_id])
         return pb.CordonResponse(was=mapping.CORDONS_OUT[was])
+
+    async def PauseModel(self, request: pb.PauseModelRequest, context: Any) -> pb.PauseModelResponse:  # noqa: N802
+        """See ModelControl.pause."""
+        return await self._control.pause(request)
+
+    async def ResumeModel(self, request: pb.ResumeModelRequest, context: Any) -> pb.ResumeModelResponse:  # noqa: N802
+        """See ModelControl.resume."""
+        return await self._control.resume(request)
+
+    async def UpdateModelWeights(  # noqa: N802
+        self, request: pb.UpdateModelWeightsRequest, context: Any
+    ) -> pb.UpdateModelWeightsResponse:
+        """See ModelControl.update."""
+        return await self._control.update(request)
 
     async def GetScaleHints(  # noqa: N802
         self, request: pb.GetScaleHintsRequest, context: Any

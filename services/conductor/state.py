@@ -94,6 +94,11 @@ class ConductorState:
         """All known instances, in the order in which they registered."""
         return list(self._fleet)
 
+    def weights_epoch(self, instance_id: str) -> int:
+        """Returns the weights epoch that the instance has registered with; 0 for one that is not known."""
+        instance = self._fleet.named(instance_id)
+        return instance.model.weights_epoch if instance is not None else 0
+
     def views(self, now: float, among: Iterable[Instance] | None = None) -> list[InstanceView]:
         """Returns what GetStatus shows of all instances, or of those `among` the given ones that are still known."""
         known = self._fleet if among is None else (i for i in among if self._is_known(i))
@@ -335,8 +340,9 @@ class ConductorState:
             self._ledger.finished(instance, request_id, now)
         if beat.seq >= instance.last_seq:  # a call that was overtaken tells an older load
             instance.last_seq = beat.seq
-            instance.ready = beat.ready
-            instance.not_ready_reason = beat.not_ready_reason
+            stale = self._fleet.stale(instance)
+            instance.ready = beat.ready and not stale
+            instance.not_ready_reason = beat.not_ready_reason or stale
             instance.load = beat.load
             instance.tiers = beat.tiers
             for expected_s, measured_s in self._tiers.hear(instance.ref.life, beat.tiers, now):

@@ -8,14 +8,15 @@ Each brain decides as it does alone; what joins them is here, and all of it:
 - a new prompt gets its pages all at once, and only from what is left beside `Scheduler.reserve`: so running rows grow,
   those that were preempted come back, and a prompt that has pages needs nothing more to end. Neither half waits for
   memory that only the other's waiting could free;
-- while rows run, a step has at most `mixed_chunk_tokens` of prompts: that bounds the time between two tokens;
+- while rows run, a step has at most `mixed_chunk_tokens` of prompts: that bounds the time between two tokens (rows of
+  another data-parallel place count where places make their steps together);
 - who waits for memory looks again when the other has given some back (`prefill_due`, `decode_due`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.kvcache.grouped_store import GroupedStore
@@ -62,7 +63,14 @@ class Coupling:
         self._rooms = [0]  # when prefill looked last
         self._free = [0, 0]  # pages and extents, when decode looked last
         scheduler, most = self.decode.scheduler, max(mixed_chunk_tokens, shape.block_tokens)
-        self.prefill.most = lambda: most if scheduler.running else None
+        # Whether rows run at another place of this instance, all of whose steps are made together.
+        self.others_run: Callable[[], bool] = lambda: False
+        self.prefill.most = lambda: most if self.runs or self.others_run() else None
+
+    @property
+    def runs(self) -> bool:
+        """Whether rows run."""
+        return bool(self.decode.scheduler.running)
 
     # ── who looks again ──────────────────────────────────────────────────────────────────────────
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvmesh.clock import Tick
 from kvmesh.errors import InternalError
@@ -65,6 +66,10 @@ class CoupledInstance:
             try:
                 for front in self.fronts:
                     places.append(_shell(front, self.config))
+                if "dp" in self.config.axes.ep:
+                    for halves in places:
+                        others = [other.coupling for other in places if other is not halves]
+                        halves.coupling.others_run = partial(_any_runs, others)
                 for front, halves in zip(self.fronts, places, strict=True):
                     await halves.serve()
                     front.switch = halves.become
@@ -97,6 +102,10 @@ class CoupledInstance:
             halves.runner.feed(ev.RankLost(0, cause))
 
 
+def _any_runs(others: Sequence[Coupling]) -> bool:
+    return any(other.runs for other in others)
+
+
 def _shell(front: Front, configured: CoupledConfig) -> CoupledShell:
     config = front.settled(configured)
     shape = shape_of(front, config.landing == "host")
@@ -122,6 +131,11 @@ class CoupledShell:
         self.core.own = lambda message: self.runner.take(own, message)
         self.runner.shell.fed, self.core.shell.fed = self._prefill_fed, self._decode_fed
         self._shut()
+        front.can_pause(self.core, self.runner, on_weights=self._weights_changed)
+
+    def _weights_changed(self) -> None:
+        self.core.weights_changed()
+        prefill.follow_weights(self.front, self.runner)
 
     async def serve(self) -> None:
         """Serves with the front; raises as `Front.serve` does."""

@@ -72,6 +72,7 @@ class DecodeCore:
         self.wake: dict[int, asyncio.Event] = {}  # by session; set when the session's outbox has something
         self._publisher = asyncio.create_task(self._publish(), name="publish gauges")
         self._instance: ServingInstance | None = None
+        self._paused: KvmeshError | None = None
 
     @property
     def instance(self) -> ServingInstance:
@@ -107,6 +108,8 @@ class DecodeCore:
         received = time.monotonic_ns()
         span = begin_request(start, received, self.front.instance_id)
         try:
+            if self._paused is not None:
+                raise self._paused
             if not self.front.ready:
                 raise Unavailable(f"decode instance {self.front.instance_id}: {self.front.not_ready_reason}")
             carry = RequestTrace(span, start, start.attempt, start.placement.prefill.instance_id)
@@ -125,6 +128,27 @@ class DecodeCore:
     def _is_own(self, ref: common_pb2.InstanceRef) -> bool:
         own = self.front.ref
         return (ref.instance_id, ref.incarnation) == (own.instance_id, own.incarnation)
+
+    # ── pauses (kvmesh.instance.pausing.PausableHalf) ────────────────────────────────────────────
+
+    def refuse(self, error: KvmeshError | None) -> None:
+        """See PausableHalf."""
+        self._paused = error
+
+    def end_all(self, error: KvmeshError) -> int:
+        """See PausableHalf."""
+        there = len(self.state.requests)
+        self.feed(i.EndAll(error, goes_on=True))
+        return there
+
+    @property
+    def empty(self) -> bool:
+        """See PausableHalf."""
+        return not self.state.requests
+
+    def weights_changed(self) -> None:
+        """Checks requests against the front's weights as they are now."""
+        self._instance = None
 
     # ── the prefill half of this instance ────────────────────────────────────────────────────────
 

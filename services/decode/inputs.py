@@ -102,11 +102,12 @@ class EndAll:
     """Ends every request with this error, because the instance stops or a rank died. Memory comes back as ever, when no
     hand is on it. `lost` says that the ranks' memory is gone, and with it all that the node store held. `part` says
     that running requests end once the step that runs is over, and that blocks are sealed still, with what lies after
-    the last full one where that is worth something."""
+    the last full one where that is worth something. `goes_on` says that the instance takes requests again later."""
 
     error: KvmeshError
     lost: bool = False
     part: bool = False
+    goes_on: bool = False
 
 
 Input = (

@@ -79,6 +79,7 @@ def _make_core(front: Front, config: DecodeConfig, limits: Limits) -> DecodeCore
     state = DecodeState(limits, shape_of(front, config.landing == "host"), store)
     blocks = front.attach(store, lambda result: core.pulled(result))
     core = DecodeCore(front, state, blocks, connect_s=config.connect_ms / 1000)
+    front.can_pause(core, on_weights=core.weights_changed)
     return core
 
 

@@ -322,7 +322,8 @@ class DecodeState:
             for h in list(self.requests.values()):
                 self._run(h, e.EndAfterStep(event.error), now)
             return
-        self.scheduler.close_sealing()
+        if not event.goes_on:
+            self.scheduler.close_sealing()
         if event.lost:
             self.scheduler.drop_seals()
             self.pulls.drop()

@@ -14,6 +14,7 @@ A file of keys is TOML, one table a key, and holds no key, only digests:
     answer_tokens_per_minute = 20000
     max_running = 8             # answers at once
     weight = 1.0                # of the tenant's prompts where they wait with those of others
+    trainer = false             # may pause models and change their weights
 
 Keys must be long and random, as `make_entry` makes them: a digest of one can be known to everybody.
 """
@@ -51,6 +52,7 @@ _TYPES: Mapping[str, type] = {
     "max_priority": int,
     **dict.fromkeys(QUOTA_FIELDS, int),
     "weight": float,
+    "trainer": bool,
 }
 
 
@@ -65,6 +67,7 @@ class Tenant:
     max_priority: int | None = None
     quota: KeyQuota = NO_QUOTA
     weight: float = 1.0
+    trainer: bool = False  # may pause models and change their weights
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -179,7 +182,7 @@ def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
         raise refuse(f"weight={weight:g}: must be {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
     quota = KeyQuota(**{field: table[field] for field in QUOTA_FIELDS if field in table})
     allowed = None if models is None else frozenset(models)
-    tenant = Tenant(table["name"], salt, allowed, priority, quota, weight)
+    tenant = Tenant(table["name"], salt, allowed, priority, quota, weight, table.get("trainer", False))
     return KeyEntry(tenant, bytes.fromhex(table["sha256"]), table.get("disabled", False))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Protocol
 
-from kvmesh.errors import HandoffLost, InternalError, KvmeshError, Overloaded
-from kvmesh.kvcache.keys import TOKEN_BYTES, extend, pack_tokens
+from kvmesh.errors import HandoffLost, InternalError, KvmeshError, Overloaded, Paused, WeightsChanged
+from kvmesh.kvcache.keys import TOKEN_BYTES, Namespace, chain_tip, extend, pack_tokens
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.services.gateway.migration import Migration
 from kvmesh.services.gateway.recovery import AttemptRecovery, Failure, RecoveryPatience
@@ -23,7 +23,7 @@ class ResumePoint:
     """`token_ids`, `keys` and `chain_digest` as in Prepared, over the prompt and the first `answered` tokens of its
     answer. What was hashed once is not hashed again."""
 
-    __slots__ = ("_step", "answered", "chain_digest", "keys", "token_ids", "tokens")
+    __slots__ = ("_step", "answered", "chain_digest", "keys", "token_ids", "tokens", "weights_epoch")
 
     def __init__(self, prompt: Prepared, block_tokens: int) -> None:
         self._step = block_tokens * TOKEN_BYTES
@@ -32,6 +32,12 @@ class ResumePoint:
         self.token_ids = prompt.token_ids
         self.keys = prompt.keys
         self.chain_digest = prompt.chain_digest
+        self.weights_epoch = prompt.weights_epoch
+
+    def follow(self, namespace: Namespace, block_tokens: int) -> None:
+        """Name the blocks as those of other weights are named: none that older weights have made is found by these."""
+        self.keys, self.chain_digest = chain_tip(namespace, self.token_ids, block_tokens)
+        self.weights_epoch = namespace.weights_epoch
 
     def extend(self, said: array[int]) -> None:
         """Carry `said`, the whole answer so far: it begins with what is carried already."""
@@ -97,7 +103,7 @@ class AnswerAttempts:
     __slots__ = (
         "_consumed", "_expected", "_finished", "_granted", "_logprobs", "_problem", "_suspects", "_taken", "_tokens",
         "_touched", "_watched", "_watched_since", "answer", "attempt", "avoid", "cached_tokens", "carried", "delivered",
-        "done", "index", "lane", "last_token", "max_tokens", "migration", "owner", "placement", "prompt",
+        "done", "epochs", "index", "lane", "last_token", "max_tokens", "migration", "owner", "placement", "prompt",
         "recovery", "scored_prompt", "seed", "timings", "whole",
     )  # fmt: skip
 
@@ -123,6 +129,7 @@ class AnswerAttempts:
         self.cached_tokens = 0
         self.scored_prompt: ScoredPrompt | None = None
         self.whole = WholeAnswer()
+        self.epochs: list[tuple[int, int]] = []  # (its first token, weights epoch), as they have changed
         self.last_token = 0.0
         self._begin_attempt()
 
@@ -178,6 +185,8 @@ class AnswerAttempts:
                 gap = f"token {at + self._expected} of the answer is missing (got {at + token_index})"
                 self._fail(InternalError(gap), [self.decode_instance])
             return
+        if not self._expected:
+            self._note_epoch()
         self._expected += 1
         self._tokens.append(token_id)
         if self.owner.wants_logprobs:
@@ -185,6 +194,25 @@ class AnswerAttempts:
         if not self._touched:
             self._touched = True
             self.owner.touch(self)
+
+    def _note_epoch(self) -> None:
+        """The first token of an attempt has come: it and those behind it are of the weights that it was made for, as
+        no instance takes a request for others, nor changes its weights while it has one."""
+        epoch = self.carried.weights_epoch
+        if not self.epochs or self.epochs[-1][1] != epoch:
+            self.epochs.append((self.carried.answered, epoch))
+
+    def epochs_of(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Returns by which weights so many tokens were made from `first` on, each pair with its first token among
+        them; [] while only the checkpoint's own have been."""
+        if not count or all(epoch == 0 for _, epoch in self.epochs):
+            return []
+        ends = [start for start, _ in self.epochs[1:]] + [first + count]
+        return [
+            (max(start, first), epoch)
+            for (start, epoch), end in zip(self.epochs, ends, strict=True)
+            if start < first + count and end > first
+        ]
 
     def on_finished(self, finished: decode_pb2.Finished) -> None:
         """See SessionSink."""
@@ -206,6 +234,8 @@ class AnswerAttempts:
 
     def _suspected(self, err: KvmeshError, *, at_decode: bool) -> list[str]:
         """Instances to be avoided next: whoever may have failed it."""
+        if isinstance(err, Paused | WeightsChanged):
+            return []
         if at_decode or isinstance(err, Overloaded):
             return [self.decode_instance]
         if isinstance(err, HandoffLost):

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection
+from typing import Any
 
 from opentelemetry.context import Context
 
@@ -15,6 +16,7 @@ from kvmesh.errors import (
     KvmeshError,
     ModelNotFound,
     Overloaded,
+    Paused,
     RequestCancelled,
     TlsFailed,
     Unavailable,
@@ -34,6 +36,7 @@ FAST = ("Schedule",)
 
 log = logging.getLogger(__name__)
 
+ORDER_GRACE_S = 5.0
 _BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 0.5
 _REFRESH_TIMEOUT_S = 2.0
@@ -126,8 +129,8 @@ class Conductor:
                         answer: conductor_pb2.ScheduleResponse = await one.call("Schedule", request, left)
                 except KvmeshError as err:
                     named = self._named(err, one)
-                    if not isinstance(named, Unavailable):
-                        raise named from None
+                    if not isinstance(named, Unavailable) or isinstance(named, Paused):
+                        raise named from None  # a pause lasts longer than what is waited for here
                     # What a conductor says of the instances tells more than that another cannot be reached.
                     failure = named if failure is None or not isinstance(err, _UNSAID) else failure
                 else:
@@ -139,6 +142,20 @@ class Conductor:
                 raise failure
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
+
+    async def order(self, method: str, request: Any, timeout_s: float) -> Any:
+        """Gives an operator's or a trainer's order to the first conductor that can be reached; its answer may come a
+        moment after `timeout_s`, which is the order's own deadline. Raises named errors."""
+        failure: KvmeshError | None = None
+        for one in self._order:
+            try:
+                return await one.call(method, request, timeout_s + ORDER_GRACE_S)
+            except KvmeshError as err:
+                if not isinstance(err, _UNREACHABLE):
+                    raise
+                failure = failure or self._named(err, one)
+        assert failure is not None, "there is a conductor"
+        raise failure
 
     async def look(self) -> tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]]:
         """The cards of all registered models by name, and all instances, as one conductor knows them that knows any.

@@ -42,6 +42,13 @@ class GatewayConfig(ServiceConfig):
     api_keys: str = field(
         default="", metadata={"help": "TOML file of API keys (see kvmesh apikey); empty: everybody may ask."}
     )
+    rollout: bool = field(
+        default=False,
+        metadata={
+            "help": "Trainers may pause models and change their weights (/v1/rollout/...); of API keys only those with "
+            "`trainer = true`."
+        },
+    )
     http_tls_cert: str = field(default="", metadata={"help": "PEM certificate (chain) for HTTPS; empty: plain HTTP."})
     http_tls_key: str = field(default="", metadata={"help": "PEM private key of http_tls_cert."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})

@@ -17,6 +17,7 @@ from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.services.gateway.generation import Generation
 from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.services.gateway.models import Model, Models, ServedModelFacts
+from kvmesh.services.gateway.pauses import PauseGate
 from kvmesh.services.gateway.quota_book import QuotaBook
 from kvmesh.services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, tokenize_cost
 from kvmesh.services.gateway.rest.response_store import MemoryResponses, ResponseStore
@@ -56,6 +57,7 @@ class GatewayCore:
         bounds = config.response_bounds
         self.responses = responses or ResponseStore(MemoryResponses(bounds), bounds)
         self.traces = TraceKeeper()
+        self.pauses = PauseGate()
         self.quotas = quotas or QuotaBook()
         self.room = AnswerRoom(config.max_answers)
         self.running: set[Request] = set()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvmesh.errors import KvmeshError, Overloaded
+from kvmesh.errors import KvmeshError, Overloaded, Paused, WeightsChanged
 
 BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -73,11 +73,22 @@ class AttemptRecovery:
     def failed(self, failure: Failure, now: float, chance: float) -> RecoveryPlan:
         """Returns what to do next. `chance` scales the back-off, about 1. Raises the one error that the client gets."""
         patience, error = self._patience, failure.error
+        if isinstance(error, Paused | WeightsChanged):
+            return self._held(failure, now, chance)
         if not failure.answered or not (patience.max_migrations or failure.delivered):
             return self._anew(failure, now, chance)
         if not patience.max_migrations or (failure.fresh and not error.retryable):
             raise error
         return self._lost(failure, now) if failure.fresh else self._again(failure, now, chance)
+
+    def _held(self, failure: Failure, now: float, chance: float) -> RecoveryPlan:
+        """Nobody has failed: the request goes on when the model is resumed, with the weights that it has then. Only the
+        request's own deadline ends that. Raises the error for an answer that cannot go on."""
+        if failure.delivered and not self._patience.max_migrations:
+            raise failure.error
+        self._loss, self._last = _Loss(now, failure), None
+        self._tries = self._taken = 0
+        return RecoveryPlan(BACKOFF_S * chance, anew=not failure.answered or not self._patience.max_migrations)
 
     def _anew(self, failure: Failure, now: float, chance: float) -> RecoveryPlan:
         if not self._tries:

@@ -11,12 +11,21 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from opentelemetry.context import Context
 
-from kvmesh.errors import DeadlinePassed, InternalError, KvmeshError, Overloaded, RequestCancelled, Unavailable
+from kvmesh.errors import (
+    DeadlinePassed,
+    InternalError,
+    KvmeshError,
+    Overloaded,
+    Paused,
+    RequestCancelled,
+    Unavailable,
+    WeightsChanged,
+)
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.services.gateway.accounting import Account
 from kvmesh.services.gateway.api_keys import ANYBODY, Tenant
@@ -104,7 +113,7 @@ class RequestBuilder:
             request_id=self._engine_id(choice),
             attempt=choice.attempt,
             model_fingerprint=self.facts.fingerprint,
-            weights_epoch=self.facts.weights_epoch,
+            weights_epoch=carried.weights_epoch,
             token_ids=carried.token_ids,
             block_keys=carried.keys,
             sampling=self._sampling(choice),
@@ -149,6 +158,7 @@ class RequestBuilder:
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
+PLACED_AGAIN = 4  # where the weights were others than the request's blocks were named after
 _LOOKS = 4  # within token_timeout_s
 
 
@@ -204,6 +214,7 @@ class Request:
         self._asks: RequestBuilder | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._left = 0
+        self._led: set[int] = set()  # answers that were placed once, and have begun their siblings
         self.scores = 0  # log-probabilities of prompts that the client is told
         self._served_by: set[str] = set()  # addresses: who has spans of this request
         config = core.config
@@ -463,7 +474,8 @@ class Request:
         core, err = self.core, failure.error
         if isinstance(err, Unavailable):
             core.catalog.poke()
-        if failure.fresh and err.retryable and self.patience.max_migrations:
+        held = isinstance(err, Paused | WeightsChanged)
+        if failure.fresh and err.retryable and self.patience.max_migrations and not held:
             choice.migration = Migration(self.account.context, choice.index, failure)
         try:
             if core.stopping:
@@ -475,15 +487,19 @@ class Request:
         except KvmeshError as final:
             self._fail(final)
             return
-        if failure.fresh and not plan.anew:
+        if held:
+            if choice.migration is not None and choice.migration.timer is not None:
+                choice.migration.timer.cancel()
+        elif failure.fresh and not plan.anew:
             assert choice.migration is not None, "begun above"
             choice.migration.timer = self._loop.call_at(choice.recovery.ends_at, self._too_long, choice)
         else:
             names.GATEWAY_RETRIES.labels(reason=err.code).inc()
         what = "placing it anew" if plan.anew else f"going on after {failure.answered} tokens"
-        log.warning("request %s: attempt %d failed, %s: %s", self.request_id, choice.attempt, what, err)
+        level = logging.DEBUG if held else logging.WARNING
+        log.log(level, "request %s: attempt %d failed, %s: %s", self.request_id, choice.attempt, what, err)
         choice.again(anew=plan.anew)
-        self._spawn(choice, plan.delay_s)
+        self._spawn(choice, plan.delay_s, paused=isinstance(err, Paused))
 
     def _too_long(self, choice: AnswerAttempts) -> None:
         if not choice.has_news:  # else it is the client that takes nothing
@@ -503,18 +519,22 @@ class Request:
                 choice.watch(now, timeout_s)
         self._watching = self._loop.call_later(timeout_s / _LOOKS, self._watch)
 
-    def _spawn(self, choice: AnswerAttempts, delay_s: float) -> None:
-        task = self._loop.create_task(self._launch(choice, delay_s))
+    def _spawn(self, choice: AnswerAttempts, delay_s: float, *, paused: bool = False) -> None:
+        task = self._loop.create_task(self._launch(choice, delay_s, paused=paused))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _launch(self, choice: AnswerAttempts, delay_s: float) -> None:
+    async def _launch(self, choice: AnswerAttempts, delay_s: float, *, paused: bool) -> None:
+        model = self.generation.model
         try:
-            if delay_s:
+            if paused:
+                await self.core.pauses.wait(model, choice)
+            elif delay_s:
                 await asyncio.sleep(delay_s)
-            placement = choice.placement = await self._place(choice)
+            placement = choice.placement = await self._placed(choice)
+            self.core.pauses.passed(model)
         except KvmeshError as err:
-            if choice.carried.answered:
+            if choice.carried.answered or isinstance(err, Paused | WeightsChanged):
                 choice.refused(err)
                 return
             if isinstance(err, Unavailable):
@@ -525,7 +545,8 @@ class Request:
             log.exception("request %s cannot be placed", self.request_id)
             self._fail(InternalError(f"placing failed: {type(err).__name__}: {err}"))
             return
-        if not choice.attempt:
+        if choice.index not in self._led:
+            self._led.add(choice.index)
             self._spawn_siblings(choice)
         try:
             session = await self.core.sessions.get(placement.decode)
@@ -550,6 +571,22 @@ class Request:
             return ""
         name = first.placement.prefill.instance_id
         return name if name not in choice.avoid else ""
+
+    async def _placed(self, choice: AnswerAttempts) -> conductor_pb2.Placement:
+        """Returns where the answer's next attempt goes, its blocks named after the weights that are there. Raises
+        WeightsChanged when these change faster than it can be placed."""
+        assert self._facts is not None, "prepared"
+        for _ in range(PLACED_AGAIN):
+            placement = await self._place(choice)
+            told = placement.HasField("weights_epoch")
+            if not told or placement.weights_epoch == choice.carried.weights_epoch:
+                return placement
+            facts = self._facts = replace(self._facts, weights_epoch=placement.weights_epoch)
+            namespace = facts.namespace(self.tenant, self.generation.cache_salt)
+            carried = choice.carried
+            cost = 2 * len(carried.token_ids)
+            await self.core.in_thread(cost, lambda: carried.follow(namespace, facts.block_tokens))  # noqa: B023
+        raise WeightsChanged(f"weights_epoch={choice.carried.weights_epoch}: other weights each time it was placed")
 
     async def _place(self, choice: AnswerAttempts) -> conductor_pb2.Placement:
         assert self._asks is not None, "prepared"

@@ -110,6 +110,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 )
                 for one in delta.logprobs
             ],
+            epochs=[
+                gateway_pb2.TokenEpoch(first_token_index=first, weights_epoch=epoch)
+                for first, epoch in running.choices[0].epochs_of(delta.first, len(delta.token_ids))
+            ],
         )
         if delta.finish:
             usage = running.account.usage(running.choices)

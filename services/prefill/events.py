@@ -120,6 +120,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class EndHandoffs:
+    """Ends all handoffs with this error; new ones are taken as before."""
+
+    error: KvmeshError
+
+
+@dataclass(frozen=True, slots=True)
 class Doors:
     """Says why no new work is taken from decode instances elsewhere (`remote`) or from this instance's own (`own`); ""
     where it is taken. Requests that were taken before go on."""
@@ -142,6 +149,7 @@ Event = (
     | RanksBack
     | Stop
     | Doors
+    | EndHandoffs
     | Tick
 )
 

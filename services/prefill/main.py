@@ -94,6 +94,7 @@ class PrefillInstance:
     def _build(self, front: Front) -> PrefillRunner:
         store = front.new_grouped_store() if front.cache_groups else front.new_store()
         runner = make_runner(front, make_state(front, self.config, store))
+        front.can_pause(runner, on_weights=lambda: follow_weights(front, runner))
         connect(runner, front.attach(store, runner.pulled))
         return runner
 
@@ -158,6 +159,11 @@ def make_runner(front: Front, state: PrefillState) -> PrefillRunner:
     return PrefillRunner(state, front.ranks, front.segments, reporter, front.weights, front.urge)
 
 
+def follow_weights(front: Front, runner: PrefillRunner) -> None:
+    """Has the shell check requests against the front's weights as they are now."""
+    runner.weights = front.weights
+
+
 def connect(runner: PrefillRunner, blocks: BlockService) -> None:
     """Connects the shell with the pulls, removals and lower tiers of the node store."""
     removals = blocks.removals
@@ -191,12 +197,12 @@ async def watch(places: Sequence[tuple[Front, PrefillRunner]], *over: asyncio.Ev
             for at, (front, runner) in enumerate(places):
                 # A change counts when it is seen twice: after a pause of this process the ranks' answers are still
                 # unread.
-                looks[at] = looks[at] + 1 if front.ready != ready[at] else 0
+                looks[at] = looks[at] + 1 if (not front.unhealthy_reason) != ready[at] else 0
                 if looks[at] < 2:
                     continue
                 ready[at], looks[at] = not ready[at], 0
                 names.PREFILL_READY.set(all(ready))
-                cause = front.not_ready_reason
+                cause = front.unhealthy_reason
                 log.warning("ready again" if ready[at] else f"not ready: {cause}")
                 runner.feed(ev.RanksBack() if ready[at] else ev.RanksSilent(cause))
                 front.urge()

@@ -360,14 +360,15 @@ class Planner:
         cost, block, most = self.chunk_cost, self.config.block_tokens, self.config.prefill_chunk_tokens
         if cost is None or not long:
             return ()
-        most = max(block, most - most % block)
+        most, chunks = max(block, most - most % block), 0
         if cost.step and self.config.stages > 1:
             chunks = best_chunks(cost.work(start, total), self.config.stages, cost.step)
             first = equal_compute_borders(total, chunks, cost, cached=start, block=block)[0]
             most = min(most, -(-(first - start) // block) * block)
         if total - start <= most:
             return ()
-        return tuple(bounded_borders(total, most, cost, cached=start, block=block, least=most // LEAST_SHARE))
+        least = most // LEAST_SHARE
+        return tuple(bounded_borders(total, most, cost, cached=start, block=block, least=least, wanted=chunks))
 
     def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:
         """Moves the next chunk of `work` into `chunks` if it fits into `room` tokens and need not wait; returns the

@@ -119,7 +119,8 @@ class PrefillRunner:
         self.feed = self.shell.feed
         self._ranks = ranks
         self._segments = segments
-        self._weights = weights
+        self.weights = weights
+        self._paused: KvmeshError | None = None
         self._urge = urge
         self._clock_ns = clock_ns
         self._streams: dict[int, HandoffStream] = {}
@@ -159,6 +160,22 @@ class PrefillRunner:
         """Takes the result of a pull."""
         self.reporter.pulled(result)
         self.feed(result)
+
+    # ── pauses (kvmesh.instance.pausing.PausableHalf) ────────────────────────────────────────────
+
+    def refuse(self, error: KvmeshError | None) -> None:
+        """See PausableHalf."""
+        self._paused = error
+
+    def end_all(self, error: KvmeshError) -> int:
+        """See PausableHalf. A handoff is a decode instance's request, which that counts."""
+        self.feed(ev.EndHandoffs(error))
+        return 0
+
+    @property
+    def empty(self) -> bool:
+        """See PausableHalf."""
+        return not self._owners
 
     def wake_streams(self) -> None:
         """Wakes the writer of every stream."""
@@ -241,9 +258,11 @@ class PrefillRunner:
         origin = self.reporter.began(request.request_id, request.attempt, request.traceparent, now)
         handle = next(self._handles)
         try:
+            if self._paused is not None:
+                raise self._paused
             own, life = self.reporter.instance_id, spans.traceparent(origin.life)
             vocab = self.state.config.vocab_size
-            start = wire.start_in(request, handle, stream.number, self._weights, own, now, life, vocab)
+            start = wire.start_in(request, handle, stream.number, self.weights, own, now, life, vocab)
             start = replace(start, removed_seq=self.reached(), adopt=isinstance(stream, OwnStream))
         except KvmeshError as error:
             self.reporter.refused(origin, error.code, now)

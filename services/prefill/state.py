@@ -261,6 +261,9 @@ class PrefillState:
                     self._lives.abort(self.handoffs[handle], Unavailable(self._refusing))
             case ev.Doors():
                 self._doors = event
+            case ev.EndHandoffs(error):
+                for h in list(self.handoffs.values()):
+                    self._lives.abort(h, error)
             case Tick():
                 pass
         self._expire(now)
@@ -470,11 +473,16 @@ class PrefillState:
             self._lives.settle(h)
 
     def _learn_cost(self, step: _Step, times: Sequence[StageTime]) -> None:
-        """Has chunks that are planned from now on take equal time by what the slowest stage took for this step."""
+        """Has chunks that are planned from now on take equal time by what the slowest stage took for this step. Within
+        a prompt what the first stage stood still before it counts, too: there was a chunk to compute, but a step has to
+        be sent and begun."""
         if self._chunk_cost is None or not times:
             return
+        seconds = max(time.busy_ns for time in times) / NS
+        if all(self.handoffs[chunk.handle].times.chunks for chunk in step.chunks):
+            seconds = max(seconds, (times[0].busy_ns + times[0].idle_ns) / NS)
         pairs = sum((c.end - c.start) * (c.start + (c.end - c.start + 1) / 2) for c in step.chunks)
-        self._chunk_cost.add(step.tokens, pairs, max(time.busy_ns for time in times) / NS)
+        self._chunk_cost.add(step.tokens, pairs, seconds)
         self.planner.chunk_cost = self._chunk_cost.cost
 
     def _give_up(self, cause: str, *, dead: bool) -> None:

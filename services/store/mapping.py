@@ -72,10 +72,13 @@ def rank_host_in(said: pb_ranks.RankHostState) -> RankHost:
     if len(uses) > MAX_USES or any(len(use.ranks) > MAX_RANKS for use in uses):
         raise InvalidRequest.of("host.uses", len(uses), f"at most {MAX_USES} instances of {MAX_RANKS} ranks")
     names = [use.instance_id for use in uses]
-    check_rank_host(ref.instance_id, ref.address, ref.incarnation, said.node_id, said.build, *names)
+    texts = (said.node_id, said.build, said.fingerprint)
+    check_rank_host(ref.instance_id, ref.address, ref.incarnation, *texts, *names)
     used = tuple((use.instance_id, tuple(use.ranks)) for use in uses)
     shape = (said.max_ranks, said.gpus, said.memory_bytes)
-    return RankHost(ref.instance_id, ref.incarnation, ref.address, said.node_id, said.build, *shape, used)
+    return RankHost(
+        ref.instance_id, ref.incarnation, ref.address, said.node_id, said.build, *shape, used, said.fingerprint
+    )
 
 
 def rank_host_out(host: RankHost) -> pb_ranks.RankHostState:
@@ -88,6 +91,7 @@ def rank_host_out(host: RankHost) -> pb_ranks.RankHostState:
         max_ranks=host.max_ranks,
         gpus=host.gpus,
         memory_bytes=host.memory_bytes,
+        fingerprint=host.fingerprint,
         uses=[pb_ranks.RankHostUse(instance_id=name, ranks=ranks) for name, ranks in host.used],
     )
 
@@ -98,10 +102,14 @@ def rank_places_in(asked: pb.PlaceRanksRequest) -> RankPlaces:
     for field, text in (("instance.instance_id", ref.instance_id), ("build", asked.build)):
         if not text or len(text) > MAX_TEXT or not text.isprintable():
             raise InvalidRequest.of(field, text[:MAX_TEXT], f"must have 1 to {MAX_TEXT} characters")
+    if len(asked.fingerprint) > MAX_TEXT:
+        raise InvalidRequest.of("fingerprint", asked.fingerprint[:MAX_TEXT], f"has at most {MAX_TEXT} characters")
     for field, count in (("hosts", asked.hosts), ("ranks_each", asked.ranks_each)):
         if not 1 <= count <= MAX_RANKS:
             raise InvalidRequest.of(field, count, f"in 1..{MAX_RANKS}")
-    return RankPlaces(ref.instance_id, ref.incarnation, asked.build, asked.hosts, asked.ranks_each, asked.gpus)
+    return RankPlaces(
+        ref.instance_id, ref.incarnation, asked.build, asked.hosts, asked.ranks_each, asked.gpus, asked.fingerprint
+    )
 
 
 def ref_out(member: RegisteredNode) -> pb_common.InstanceRef:

@@ -28,6 +28,7 @@ class RankHost:
     gpus: int
     memory_bytes: int
     used: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    fingerprint: str = ""  # of its checkpoint; "": it takes what an instance names
 
     @property
     def ranks(self) -> int:
@@ -46,6 +47,7 @@ class RankPlaces:
     hosts: int
     ranks_each: int
     gpus: bool
+    fingerprint: str
 
 
 @dataclass(slots=True)
@@ -109,6 +111,11 @@ class RankHosts:
         instance do not count: the host ends them when the new one comes."""
         if host.build != asked.build:
             return f"is another build of kvmesh ({host.build.partition('-')[0]})"
+        if host.fingerprint not in ("", asked.fingerprint):
+            return (
+                f"has other weights ({host.fingerprint[:12]}) than the instance ({asked.fingerprint[:12]}): start it "
+                "with --model and the folder of the same checkpoint"
+            )
         others = [(name, len(ranks)) for name, ranks in host.used if name != asked.name]
         kept = [name for name, one in self._kept.items() if host.name in one.hosts]
         if asked.gpus:

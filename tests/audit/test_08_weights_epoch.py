@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.errors import ModelNotFound
+from kvmesh.errors import KvmeshError, ModelNotFound, WeightsChanged
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2, prefill_pb2
 from kvmesh.services.decode import mapping
@@ -49,6 +49,7 @@ def at_prefill(request: decode_pb2.StartRequest) -> None:
 def test_a_request_for_other_weights_is_refused_by_field_and_value(check: Any) -> None:
     check(start())
     for changes, field, words in OTHERS:
-        with pytest.raises(ModelNotFound, match=words) as caught:
+        kind: type[KvmeshError] = WeightsChanged if field == "weights_epoch" else ModelNotFound
+        with pytest.raises(kind, match=words) as caught:
             check(start(**changes))
         assert caught.value.field == field

@@ -18,7 +18,7 @@ from kvmesh.services.coupled import coupling
 from kvmesh.services.coupled.coupling import Coupling
 from kvmesh.services.prefill import events as ev
 from kvmesh.services.prefill.handoff_table import HandoffTable
-from tests.support.coupled.world import MIXED, World
+from tests.support.coupled.world import CHUNK, MIXED, World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))
 SETTINGS = settings(
@@ -200,6 +200,15 @@ def test_while_rows_run_a_step_has_few_prompt_tokens() -> None:
     assert world.rank.mixed >= 3
     assert world.rank.largest == MIXED
     assert not world.failed
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_rows_of_another_place_bound_a_steps_prompt_tokens_too(elsewhere: bool) -> None:
+    world = World(pages=20)
+    world.coupling.others_run = lambda: elsewhere
+    world.start("babbab", 1, 1)
+    world.run()
+    assert [end.chunks for end in world.ended] == [-(-25 // (MIXED if elsewhere else CHUNK))]
     world.wind_down()
 
 

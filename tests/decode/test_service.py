@@ -214,7 +214,7 @@ async def test_what_prefill_refuses_reaches_the_client_as_it_is(mesh: Bench, gat
         ({"top_p": 0.0}, "invalid_request", "top_p"),
         ({"top_logprobs": 21}, "invalid_request", "top_logprobs"),
         ({"model_fingerprint": "other"}, "model_not_found", "model_fingerprint"),
-        ({"weights_epoch": 7}, "model_not_found", "weights_epoch"),
+        ({"weights_epoch": 7}, "weights_changed", "weights_epoch"),
         ({"token_ids": bytes(4 * 24 * 16), "block_keys": bytes(16 * 24)}, "context_length_exceeded", "prompt_tokens"),
         ({"placement": None}, "invalid_request", "placement.prefill.address"),
     ],

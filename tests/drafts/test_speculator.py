@@ -47,16 +47,19 @@ def test_a_share_is_learned_by_strength() -> None:
     assert own.chance(3, others) > 0.9 and own.chance(2, others) == 0.5
 
 
-def test_the_line_through_the_steps() -> None:
+def test_what_a_token_adds_to_a_step() -> None:
     steps = StepShare()
-    assert steps.ppm(1) == 50_000
+    assert steps.ppm == 100_000
     noise = random.Random(1)
-    for at in range(200):
-        tokens = 1 + at % 8
-        steps.add(tokens, int((1_000_000 + 60_000 * tokens) * noise.uniform(0.95, 1.05)))
-    assert steps.ppm(1) == pytest.approx(60_000 / 1.06, rel=0.15)
-    steps.add(1, 10**12)
-    assert steps.ppm(1) == pytest.approx(60_000 / 1.06, rel=0.3), "one step that waited changes little"
+    for at in range(400):
+        drafted = at % 8
+        steps.add(drafted, int((1_000_000 + 60_000 * drafted + 100_000 * (drafted > 0)) * noise.uniform(0.95, 1.05)))
+    assert steps.ppm == pytest.approx(60_000 + 100_000 / 4, rel=0.15)
+    steps.add(4, 10**12)
+    assert steps.ppm == pytest.approx(60_000 + 100_000 / 4, rel=0.3), "one step that waited changes little"
+    for _ in range(200):
+        steps.add(4, 100_000)
+    assert 0 < steps.ppm < 20_000
 
 
 @pytest.mark.parametrize("most", [0, MOST_DRAFT + 1])

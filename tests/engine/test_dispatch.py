@@ -20,6 +20,7 @@ from kvmesh.engine.models.dispatch import Dispatch, PaddedDispatch, RaggedDispat
 from kvmesh.engine.parallel import ALONE, Group, RankMesh, share
 from kvmesh.engine.runner import NOBODY, DecodeInput, PrefillInput, SampleParams
 from tests.support.engine.stepper import Stepper
+from tests.support.engine.threaded_mesh import over_threads
 from tests.support.reference import Forced, assert_as_close_as_reference, assert_matches_reference
 
 HIDDEN, CHOSEN = 6, 3
@@ -254,3 +255,15 @@ def test_ranks_with_uneven_work_answer_as_one_does(zoo: Callable[[str], Path], t
                 if axes.experts == 4:
                     assert own[0].half is not None
                     assert_as_close_as_reference(path, [own[0].half])
+
+
+@pytest.mark.slow
+def test_places_whose_ranks_share_contexts_answer_as_one_does(zoo: Callable[[str], Path]) -> None:
+    """A place without tokens serves the experts of the others, whose MLPs have the tokens of all ranks of cp."""
+    path = zoo("qwen3_moe")
+    said = over_threads(Axes.parse("dp=2,cp=2,ep=dp+cp"), lambda mesh: told(path, mesh, 9).answers)
+    assert said[0] == said[1] and said[2] == said[3]
+    together = said[0] | said[2]
+    assert sorted(together) == list(range(len(PROMPTS)))
+    for request, tokens in together.items():
+        assert_matches_reference(path, PROMPTS[request], tokens)

@@ -22,6 +22,8 @@ from kvmesh.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import prompts
 from tests.support.engine.given_mesh import GivenMesh, Together
 from tests.support.engine.mtp import FAMILIES, MtpReference, make_mtp
+from tests.support.engine.stepper import Stepper
+from tests.support.reference import assert_matches_reference
 
 BLOCK, PAGES, TOKENS, DRAFTS = 16, 12, 70, 3
 
@@ -171,3 +173,12 @@ def test_matrices_of_the_heads_own(made: Made, tmp_path: Path) -> None:
     assert head.embed is head.model.embed and head.head is not head.model.head
     x = torch.randn(3, config.hidden_size)
     assert torch.equal(head.logits(x), -plain.logits(x))
+
+
+def test_the_measured_models_tokens_equal_transformers() -> None:
+    """All of its layers are dense, which GLM-4.5 says by `first_k_dense_replace` alone."""
+    path = Path(__file__).parents[2] / "examples/measured-model"
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config.experts is None and checkpoint.has_mtp
+    prompt = text(7, 40)
+    assert_matches_reference(path, prompt, Stepper(path).answer(prompt, 12))

@@ -235,6 +235,9 @@ async def test_store_master_and_conductor(mesh: Running) -> None:
         "Drain": store_pb2.DrainRequest(instance_id="stranger"),
         "SetQuota": store_pb2.SetQuotaRequest(quota=store_pb2.Quota(tag=b"kkkk", blocks=9, name="t")),
         "ListQuotas": store_pb2.ListQuotasRequest(),
+        "LendRanks": store_pb2.LendRanksRequest(protocol_version=PROTOCOL_VERSION, leaves=True),
+        "PlaceRanks": store_pb2.PlaceRanksRequest(instance=STRANGER, build="b", hosts=1, ranks_each=1),
+        "ListRankHosts": store_pb2.ListRankHostsRequest(),
     }
     async with connect(mesh.mesh.addresses["store"]) as channel:
         await hostile.assault(channel, service(store_pb2, "StoreMaster"), master, seed=3, rounds=15, borne=ENDS)

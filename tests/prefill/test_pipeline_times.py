@@ -65,7 +65,9 @@ def brain(pp: int, cost: ChunkCost | None) -> PrefillState:
     return PrefillState(config, PagePool(4096), NodeStore(0, high_percent=100, low_percent=100))
 
 
-def computed(state: PrefillState, handle: int, tokens: int) -> tuple[list[tuple[int, int]], ev.HandoffEnded]:
+def computed(
+    state: PrefillState, handle: int, tokens: int, gap_s: float = 0.0
+) -> tuple[list[tuple[int, int]], ev.HandoffEnded]:
     """Has the brain compute a prompt at stages that take what COST says; returns its chunks and how it ended."""
     pp, steps, ends = state.config.world, [], []
     free, now, chunks = [BEGIN / 1e9] * state.config.world, BEGIN, []
@@ -82,7 +84,7 @@ def computed(state: PrefillState, handle: int, tokens: int) -> tuple[list[tuple[
         [item] = step.items
         chunks.append((item.start, item.start + len(item.token_ids)))
         times = [COST.of(*chunks[-1])] * pp
-        free = stage_ends(free, times, 0.0)
+        free = stage_ends([free[0] + gap_s, *free[1:]], times, 0.0)
         sampled = (m.Sampled(handle, 7),) if item.sample else ()
         for rank in range(pp):
             until = round(free[rank] * 1e9)
@@ -112,6 +114,17 @@ def test_a_pipeline_cuts_prompts_by_what_it_measured() -> None:
     assert all(abs(work - works[0]) <= 1.01 * most for work in works)
     assert 0 < end.times.bubble < 3 / (len(chunks) + 3) + 0.02
     assert [times.end for times in end.times.chunks] == [end for _, end in chunks]
+
+
+def test_what_a_step_costs_before_it_begins_makes_fewer_chunks() -> None:
+    """Sending and beginning a step takes the first stage's time, too."""
+    counts = []
+    for gap_s in (0.0, 0.02):
+        state = brain(4, ChunkCost(COST.token, COST.pair))
+        for handle in range(1, 5):
+            chunks, _ = computed(state, handle, 8192, gap_s)
+        counts.append(len(chunks))
+    assert counts[1] < 0.5 * counts[0]
 
 
 def test_one_stage_cuts_prompts_as_before() -> None:

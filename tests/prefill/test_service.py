@@ -210,7 +210,7 @@ BAD_PULLS: list[tuple[list[pb_common.PullRange], str]] = [
 ]
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"model_fingerprint": "00ff"}, "model_not_found", "model_fingerprint"),
-    ({"weights_epoch": 7}, "model_not_found", "weights_epoch"),
+    ({"weights_epoch": 7}, "weights_changed", "weights_epoch"),
     ({"token_ids": b"abc"}, "invalid_request", "token_ids"),
     ({"token_ids": b""}, "invalid_request", "token_ids"),
     ({"token_ids": b"\xff\xff\xff\xff"}, "invalid_request", "token_ids"),

@@ -3,7 +3,7 @@ is preempted or leaves, the tokens are those of a request that runs alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,14 +62,25 @@ def test_tokens_are_those_of_a_request_alone(device: Device, monkeypatch: pytest
     assert FrontAndRankWithHead.drafted > FrontAndRankWithHead.kept > 0  # prompts and sampling are not of its texts
 
 
+class ChecksHidden(MtpDrafter):
+    """Of greedy rows: each token is what the model makes of the hidden row that is told with it."""
+
+    def extend(self, handle: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+        assert hidden is not None
+        with torch.inference_mode():
+            assert self.model.logits(hidden).argmax(-1).tolist() == list(tokens)
+        super().extend(handle, tokens, hidden)
+
+
 def test_most_drafts_are_kept_of_texts_as_it_was_trained_on(device: Device) -> None:
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    drafter = MtpDrafter(device.runner, 16)
+    drafter = ChecksHidden(device.runner, 16)
     world = World(device, False, Speculator([drafter], 4, adapts=False))
-    asked = "<|im_start|>user\nHow much is 12 + 5?<|im_end|>\n<|im_start|>assistant\n"
-    prompt = tuple(tokenizer.encode(asked).ids)
-    world.start(prompt, 0, 60 - len(prompt), stop_at=1000, least=0, spare=0)
+    for sum_asked in ("12 + 5", "31 - 4 - 2"):
+        asked = f"<|im_start|>user\nHow much is {sum_asked}?<|im_end|>\n<|im_start|>assistant\n"
+        prompt = tuple(tokenizer.encode(asked).ids)
+        world.start(prompt, 0, 52 - len(prompt), stop_at=1000, least=0, spare=0)
     world.wind_down()
     assert world.speculator is not None
     counts = world.speculator.counts
-    assert counts.kept[0] > counts.drafted[0] / 2 and counts.kept[0] >= 15, counts
+    assert counts.kept[0] > counts.drafted[0] / 2 and counts.kept[0] >= 20, counts

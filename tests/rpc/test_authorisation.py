@@ -381,7 +381,7 @@ KV = [
     ("store", "one/0@1", ""),
     ("client", "client:x", ""),
     ("all", "two/0@1", ""),
-    ("gateway", "one/0@1", "KV is moved by client, instance, operator, store; the certificate says gateway"),
+    ("gateway", "one/0@1", "KV is moved by client, instance, operator, store, trainer; the certificate says gateway"),
     ("conductor", "one/0@1", "says conductor"),
     ("nobody", "one/0@1", "names no role"),
 ]

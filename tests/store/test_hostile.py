@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.message import Message
 
 from kvmesh.rpc import channels
-from kvmesh.rpc.pb import common_pb2, store_pb2
+from kvmesh.rpc.pb import common_pb2, ranks_pb2, store_pb2
 from kvmesh.services.store import main
 from kvmesh.services.store.config import StoreConfig
 from kvmesh.services.store.state import MAX_REPLACED
@@ -62,8 +62,25 @@ def quota(**fields: Any) -> store_pb2.SetQuotaRequest:
     return store_pb2.SetQuotaRequest(quota=store_pb2.Quota(**{"tag": b"1234", "blocks": 1, **fields}))
 
 
+def lend(**fields: Any) -> store_pb2.LendRanksRequest:
+    ref = common_pb2.InstanceRef(instance_id="r", address="127.0.0.1:9", incarnation=1)
+    host = ranks_pb2.RankHostState(**{"instance": ref, "node_id": "n", "build": "b", "max_ranks": 8, **fields})
+    return store_pb2.LendRanksRequest(protocol_version=common_pb2.PROTOCOL_VERSION_1, host=host)
+
+
+def place(**fields: Any) -> store_pb2.PlaceRanksRequest:
+    ref = common_pb2.InstanceRef(instance_id="d", incarnation=1)
+    return store_pb2.PlaceRanksRequest(**{"instance": ref, "build": "b", "hosts": 1, "ranks_each": 1, **fields})
+
+
 BAD = "INVALID_ARGUMENT"
 CASES = [
+    Case("LendRanks", store_pb2.LendRanksRequest(), BAD, "host.instance.instance_id"),
+    Case("LendRanks", lend(node_id="n" * 10_000), BAD, "host"),
+    Case("LendRanks", lend(uses=[ranks_pb2.RankHostUse(ranks=range(2000))]), BAD, "host.uses"),
+    Case("PlaceRanks", store_pb2.PlaceRanksRequest(), BAD, "instance.instance_id"),
+    Case("PlaceRanks", place(hosts=2**32 - 1), BAD, "hosts"),
+    Case("PlaceRanks", place(fingerprint="f" * 10_000), BAD, "fingerprint"),
     Case("Join", joining("a", version=HUGE >> 33), "FAILED_PRECONDITION", "protocol_version"),
     Case("Join", store_pb2.JoinRequest(), "FAILED_PRECONDITION", "protocol_version"),
     Case("Join", store_pb2.JoinRequest(protocol_version=common_pb2.PROTOCOL_VERSION_1), BAD, "member.role"),
@@ -168,6 +185,9 @@ async def test_noise_at_every_method(channel: grpc.aio.Channel) -> None:
         "Drain": store_pb2.DrainRequest(instance_id="a"),
         "SetQuota": store_pb2.SetQuotaRequest(quota=store_pb2.Quota(tag=KEY[:4], blocks=9, name="t")),
         "ListQuotas": store_pb2.ListQuotasRequest(),
+        "LendRanks": lend(),
+        "PlaceRanks": place(),
+        "ListRankHosts": store_pb2.ListRankHostsRequest(),
     }
     seen = await assault(channel, SERVICE, valid, seed=7)
     assert {method for method, _ in seen} == set(valid)

@@ -19,6 +19,7 @@ def host(name: str, **given: Any) -> RankHost:
 
 
 def asked(name: str = "decode-0", **given: Any) -> RankPlaces:
+    given = {"fingerprint": "aa"} | given
     return RankPlaces(
         **{"name": name, "incarnation": 1, "build": "1-a", "hosts": 1, "ranks_each": 4, "gpus": False} | given
     )
@@ -71,6 +72,13 @@ def test_what_keeps_an_instance_waiting_is_said() -> None:
     )
 
 
+def test_weights_are_the_same() -> None:
+    made = known(host("a", fingerprint="bb"))
+    assert "a (a:7050) has other weights (bb) than the instance (aa): start it with" in made.place(asked(), 0.0)[1]
+    made.lend(host("b", fingerprint="aa"), 0.0)
+    assert made.place(asked(), 0.0)[0] == ["b:7050"]
+
+
 def test_a_gpu_has_one_rank() -> None:
     made = known(host("a", gpus=8, used=(("x", (4,)),)), host("b", gpus=2), host("c", gpus=4))
     addresses, _ = made.place(asked(gpus=True), 0.0)
@@ -102,7 +110,7 @@ def test_ranks_of_an_earlier_life_take_no_room() -> None:
 
 
 def test_what_a_rank_host_may_say() -> None:
-    one = host("a", used=(("x", (2, 3)),), gpus=2)
+    one = host("a", used=(("x", (2, 3)),), gpus=2, fingerprint="aa")
     assert mapping.rank_host_in(mapping.rank_host_out(one)) == one
     for wrong in ({"name": ""}, {"address": "a"}, {"incarnation": 0}, {"build": "x" * 300}, {"node_id": "a\n"}):
         with pytest.raises(InvalidRequest, match="host"):

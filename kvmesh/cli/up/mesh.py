@@ -84,6 +84,11 @@ class Process:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def last_words(self) -> str:
+        """What tells most of how this life of the process is going: see `last_line`."""
+        return last_line(self.spec.log, self._log_start)
+
 
 class Mesh:
     """Supervisor of one mesh.
@@ -360,11 +365,11 @@ class Mesh:
     # ── what is told ──────────────────────────────────────────────────────────────────────────────
 
     def _last_line(self, one: Process) -> str:
-        return last_line(one.spec.log, one._log_start) or "its log is empty"
+        return one.last_words or "its log is empty"
 
     def _cause(self, one: Process, code: int) -> str:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        line = last_line(one.spec.log, one._log_start)
+        line = one.last_words
         return f"{how}: {line}" if line and code >= 0 else how
 
     def _write_state(self) -> None:

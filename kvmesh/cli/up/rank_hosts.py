@@ -6,19 +6,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from kvmesh.cli import probe
 from kvmesh.cli.instances import ranks_text
+from kvmesh.cli.up.mesh import Mesh, ProcessState
 from kvmesh.cli.up.settings import INSTANCES, MeshSettings
 from kvmesh.rpc.pb import ranks_pb2
 
-if TYPE_CHECKING:
-    from kvmesh.cli.up.mesh import Mesh
-
 LOOK_S = 1.0
+WAITS = "waits for rank hosts"  # in the log of an instance (kvmesh.instance.rank_lending)
 UNHEARD_MS = 5_000  # of a mesh that says nothing
 
 
@@ -102,6 +100,7 @@ class RankHostWatch:
         settings = mesh.settings
         self._lent = LentRanks(",".join(settings.joined.conductors)) if settings.lends and settings.joined else None
         self._borrowed = BorrowedRanks(machines_wanted(settings), join)
+        self._why: dict[str, str] = {}  # what was said of an instance that waits
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank hosts", daemon=True)
         self._wanted = self._lent is not None or self._borrowed.wanted > 0
@@ -131,10 +130,23 @@ class RankHostWatch:
             else:
                 hosts = probe.rank_hosts(masters, tls=tls)
                 lines = self._borrowed.lines(hosts) if hosts is not None else []
+                lines += self._waits(len(hosts or ()))
             for line in lines:
                 if not self._over.is_set():
                     self._say(line)
             self._over.wait(LOOK_S)
+
+    def _waits(self, hosts: int) -> list[str]:
+        """Says why an instance still waits, as its log does, where that is not for want of machines."""
+        lines = []
+        for one in self._mesh.processes.values():
+            if hosts < self._borrowed.wanted or one.state is not ProcessState.STARTING:
+                continue
+            why = one.last_words.partition(WAITS)[2].partition(": ")[2]
+            if ";" in why and why != self._why.get(one.name):
+                self._why[one.name] = why
+                lines.append(f"[yellow]![/] {one.name} waits for ranks: {escape(why)}")
+        return lines
 
     def _addresses(self, service: str) -> tuple[str, ...]:
         return tuple(one.spec.address for one in self._mesh.processes.values() if one.spec.service == service)

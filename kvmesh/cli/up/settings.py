@@ -287,6 +287,7 @@ class MeshSettings:
         help="File of API keys; the gateway then refuses requests without one.",
         metavar="FILE",
     )
+    rollout: bool = same_as(GatewayConfig, "rollout")
     tls: bool = field(
         default=False,
         metadata={"help": "mTLS between all services, with certificates made for this run (in its folder)."},

@@ -246,7 +246,7 @@ class DecoderModel:
         self.capturable = config.experts is None or kernels_for(weights.device.type, "experts") is not None
         self.layers, self.first_layer = layers, weights.layers.start
         self.stage = Stage(weights.mesh, config.hidden_size, weights.dtype, weights.device)
-        self.embed = read_matrix(weights, [EMBED]) if self.stage.first else None
+        self.embed = read_matrix(weights, [EMBED]) if self.stage.first and weights.reads_ends else None
         self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
         self.rope = RotaryEmbedding(config.rope, config.rotated_dim, weights.dtype, weights.device)
         self.local_rope: Callable[[torch.Tensor], Angles] = self.rope
@@ -254,7 +254,7 @@ class DecoderModel:
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim, weights.dtype, weights.device)
         self.group = weights.mesh.mlp
         self.words = [len(share(config.vocab_size, rank, self.group.size)) for rank in range(self.group.size)]
-        if self.stage.last:
+        if self.stage.last and weights.reads_ends:
             self.norm = RMSNorm(norm_weight(weights, NORM), config.rms_norm_eps)
             self.head = self._head(weights)
 

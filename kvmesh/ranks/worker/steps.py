@@ -114,7 +114,7 @@ class Steps:
     @property
     def share_ppm(self) -> int:
         """What one more token adds to a step of the live rows, in millionths; 0 where no drafts are made."""
-        return 0 if self._speculator is None else self._share.ppm(max(1, self.rows.live))
+        return 0 if self._speculator is None else self._share.ppm
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -261,7 +261,7 @@ class Steps:
             self._send(m.DecodeStepDone(start, end, rows + others, context, tokens, beside, since_ns=since))
             self._rows_lost(lost, faults)
             if self._speculator is not None:
-                behind = dict(zip(handles, hidden[0].split(1), strict=True)) if hidden else {}
+                behind = {handle: hidden[0][row : row + 1] for row, handle in enumerate(handles)} if hidden else {}
                 self._tell_drafters(tokens, end - start if step is None else 0, behind)
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────
@@ -269,7 +269,7 @@ class Steps:
     def _run_drafted(self, share_ppm: int, between_layers: Callable[[], None]) -> bool:
         """Runs a step that verifies drafts of the live rows; returns False, and does nothing, where there is none."""
         assert self._speculator is not None
-        rows, handles = self.rows, self.rows.handles()
+        rows, handles, began = self.rows, self.rows.handles(), time.monotonic_ns()
         found = self._speculator.propose(handles, rows.room_for_drafts(bool(self._snapshots)), share_ppm)
         if not any(one.draft.tokens for one in found):
             return False
@@ -331,11 +331,11 @@ class Steps:
             note_accepted(batch.params[row], own)
             first = step.firsts[row]
             self._speculator.extend(handle, own, hidden[0][first : first + len(own)] if hidden else None)
-        self._share.add(len(step.batch.positions), end - start)
         context = int(batch.positions.sum())
         drafts_told = zip((drafter.name for drafter in drafters), computed, held, strict=True)
         self._send(m.DecodeStepDone(start, end, len(handles), context, said.tokens, drafts=tuple(drafts_told)))
         self._rows_lost(said.bad, faults)
+        self._share.add(len(step.batch.positions) - len(handles), time.monotonic_ns() - began)
         return True
 
     def _roll_back(
@@ -370,7 +370,7 @@ class Steps:
             else:
                 self._speculator.extend(token.handle, (token.token_id,), hidden.get(token.handle))
         if took_ns:
-            self._share.add(len(tokens), took_ns)
+            self._share.add(0, took_ns)
 
     def _forget_drafts(self, handle: int) -> None:
         if self._speculator is not None:

@@ -53,6 +53,7 @@ from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import host_region
+from kvmesh.ranks.worker.weights_worker import WeightsWorker
 from kvmesh.transfer import Notification, Range, TransferEngine
 from kvmesh.transfer.transports.registry import described
 
@@ -66,9 +67,14 @@ class Worker:
     """Has the rank's state. All methods run on the main thread unless they say otherwise."""
 
     def __init__(
-        self, configure: m.Configure, send: Callable[[m.ToFront], None], store: StoreCaller | None = None
+        self,
+        configure: m.Configure,
+        send: Callable[[m.ToFront], None],
+        store: StoreCaller | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
-        """`store` is where ranks on several hosts meet; None where all are on one."""
+        """`store` is where ranks on several hosts meet; None where all are on one. `between` is called now and then
+        by work that takes longer than a step."""
         started = time.monotonic()
         torch.set_num_threads(configure.threads)
         self._send = send
@@ -158,6 +164,7 @@ class Worker:
         )
         self._settings = f"{settings}; {memory.pages_use}" if memory.pages_use else settings
         self.profiler = StepProfiler(self.steps, self._runner, send)
+        self.weights = WeightsWorker(self._runner, self.engine, lambda: self.wants_step, send, between)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
@@ -254,6 +261,7 @@ class Worker:
         self.sums.close()
         self.tiers.close()
         self.grammars.close()
+        self.weights.close()
         if self.warm is not None:
             self.warm.close()
         self.memory.close()
@@ -399,6 +407,8 @@ class Worker:
                 self.profiler.begin(message)
             case m.ProfileStop(ticket):
                 self.profiler.stop(ticket)
+            case m.PrepareWeights() | m.ApplyWeights() | m.DropWeights():
+                self.weights.handle(message)
             case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
                 pass
             case _:

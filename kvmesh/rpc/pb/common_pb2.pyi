@@ -133,6 +133,34 @@ CACHE_KIND_STATE: CacheKind.ValueType  # 4
 """one state; a snapshot each `keep` blocks"""
 Global___CacheKind: _TypeAlias = CacheKind  # noqa: Y015
 
+class _PauseMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
+    """as KEEP"""
+    PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
+    """they go on when it is resumed: what they have said stays, their KV is computed again"""
+    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 2
+    """they end with the error `aborted`; what they have said was told"""
+    PAUSE_MODE_FINISH: _PauseMode.ValueType  # 3
+    """the pause begins when they have ended by themselves"""
+
+class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
+    """What becomes of requests in flight when a model is paused."""
+
+PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
+"""as KEEP"""
+PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
+"""they go on when it is resumed: what they have said stays, their KV is computed again"""
+PAUSE_MODE_ABORT: PauseMode.ValueType  # 2
+"""they end with the error `aborted`; what they have said was told"""
+PAUSE_MODE_FINISH: PauseMode.ValueType  # 3
+"""the pause begins when they have ended by themselves"""
+Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
+
 @_typing.final
 class InstanceRef(_message.Message):
     """One life of one instance. `incarnation` is new at every process start."""
@@ -305,7 +333,7 @@ class ShardLayout(_message.Message):
     group: _builtins.int
     """cache group that the shard is of; no plan joins two groups"""
     turn: _builtins.int
-    """block b of a prompt lies at this rank iff b % turns == turn"""
+    """which of `turns` equal parts of block_tokens tokens lies at this rank"""
     turns: _builtins.int
     """0: 1"""
     def __init__(
@@ -730,6 +758,111 @@ class GroupPages(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupPages: _TypeAlias = GroupPages  # noqa: Y015
+
+@_typing.final
+class WeightsSource(_message.Message):
+    """Where other weights are. Names, shapes and dtypes are those of the model's checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SEGMENT_DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """a folder of safetensors that every host of the ranks sees"""
+    segment_descriptor: _builtins.bytes
+    """of a running trainer's transfer engine, with `tensors`"""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainerTensor]: ...
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        segment_descriptor: _builtins.bytes = ...,
+        tensors: _abc.Iterable[Global___TrainerTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "segment_descriptor", b"segment_descriptor", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsSource: _TypeAlias = WeightsSource  # noqa: Y015
+
+@_typing.final
+class TrainerTensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    """as in safetensors"""
+    offset: _builtins.int
+    """in the segment"""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "offset", b"offset", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerTensor: _TypeAlias = TrainerTensor  # noqa: Y015
+
+@_typing.final
+class WeightsTaken(_message.Message):
+    """What an update took at one instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    APPLY_SECONDS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    weights_epoch: _builtins.int
+    """that it serves now"""
+    bytes: _builtins.int
+    """that its ranks wrote"""
+    seconds: _builtins.float
+    """from the order to the last rank's answer"""
+    apply_seconds: _builtins.float
+    """of these, writing"""
+    @_builtins.property
+    def instance(self) -> Global___InstanceRef: ...
+    @_builtins.property
+    def error(self) -> Global___ErrorDetail:
+        """absent: it has the new weights"""
+
+    def __init__(
+        self,
+        *,
+        instance: Global___InstanceRef | None = ...,
+        weights_epoch: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        apply_seconds: _builtins.float = ...,
+        error: Global___ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_seconds", b"apply_seconds", "bytes", b"bytes", "error", b"error", "instance", b"instance", "seconds", b"seconds", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsTaken: _TypeAlias = WeightsTaken  # noqa: Y015
 
 @_typing.final
 class GetPoolsRequest(_message.Message):

@@ -115,6 +115,182 @@ CORDON_STATE_DRAINING: CordonState.ValueType  # 2
 Global___CordonState: _TypeAlias = CordonState  # noqa: Y015
 
 @_typing.final
+class PauseModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"": the only one"""
+    mode: _common_pb2.PauseMode.ValueType
+    deadline_ms: _builtins.int
+    """0: 60,000"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        mode: _common_pb2.PauseMode.ValueType = ...,
+        deadline_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "mode", b"mode", "model", b"model", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseModelRequest: _TypeAlias = PauseModelRequest  # noqa: Y015
+
+@_typing.final
+class PauseModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    ended: _builtins.int
+    """requests that were in flight and did not finish"""
+    instances: _builtins.int
+    """that are paused"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        ended: _builtins.int = ...,
+        instances: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "instances", b"instances", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseModelResponse: _TypeAlias = PauseModelResponse  # noqa: Y015
+
+@_typing.final
+class ResumeModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeModelRequest: _TypeAlias = ResumeModelRequest  # noqa: Y015
+
+@_typing.final
+class ResumeModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weights_epoch: _builtins.int
+    instances: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weights_epoch: _builtins.int = ...,
+        instances: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "model", b"model", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeModelResponse: _TypeAlias = ResumeModelResponse  # noqa: Y015
+
+@_typing.final
+class UpdateModelWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    STAY_PAUSED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weights_epoch: _builtins.int
+    """0: one is made of the time"""
+    mode: _common_pb2.PauseMode.ValueType
+    deadline_ms: _builtins.int
+    """of the whole; 0: 600,000"""
+    stay_paused: _builtins.bool
+    @_builtins.property
+    def source(self) -> _common_pb2.WeightsSource: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weights_epoch: _builtins.int = ...,
+        source: _common_pb2.WeightsSource | None = ...,
+        mode: _common_pb2.PauseMode.ValueType = ...,
+        deadline_ms: _builtins.int = ...,
+        stay_paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "mode", b"mode", "model", b"model", "source", b"source", "stay_paused", b"stay_paused", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateModelWeightsRequest: _TypeAlias = UpdateModelWeightsRequest  # noqa: Y015
+
+@_typing.final
+class UpdateModelWeightsResponse(_message.Message):
+    """FAILED_PRECONDITION and the like when no instance has taken them; of an update that some have not taken `taken` says
+    which, and these stay paused.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    PAUSED_SECONDS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weights_epoch: _builtins.int
+    paused_seconds: _builtins.float
+    """from the first order to pause to the last answer to resume"""
+    ended: _builtins.int
+    """requests that were in flight and did not finish"""
+    @_builtins.property
+    def taken(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightsTaken]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weights_epoch: _builtins.int = ...,
+        taken: _abc.Iterable[_common_pb2.WeightsTaken] | None = ...,
+        paused_seconds: _builtins.float = ...,
+        ended: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "model", b"model", "paused_seconds", b"paused_seconds", "taken", b"taken", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateModelWeightsResponse: _TypeAlias = UpdateModelWeightsResponse  # noqa: Y015
+
+@_typing.final
 class RegisterInstanceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -704,6 +880,7 @@ class Placement(_message.Message):
     PULL_AFTER_MS_FIELD_NUMBER: _builtins.int
     LIFE_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
     TBT_SLO_MS_FIELD_NUMBER: _builtins.int
     HELD_TBT_MS_FIELD_NUMBER: _builtins.int
     predicted_ttft_ms: _builtins.int
@@ -721,10 +898,12 @@ class Placement(_message.Message):
     """prefill begins to fetch `pulls` so much after the request has come to it"""
     prefill_us: _builtins.int
     """predicted, of computing what is not cached: prefill's line may go by it"""
-    tbt_slo_ms: _builtins.int
+    weights_epoch: _builtins.int
     """Decode refuses what, by its own measurements, would make its steps longer than `tbt_slo_ms` of the newcomer or
     `held_tbt_ms` of a row that is there. 0: it does not ask.
+    of both instances: block keys of another name nothing there
     """
+    tbt_slo_ms: _builtins.int
     held_tbt_ms: _builtins.int
     """the same for this request's own row later on: none is held tighter than the model's default"""
     @_builtins.property
@@ -757,21 +936,26 @@ class Placement(_message.Message):
         pull_after_ms: _builtins.int = ...,
         life: Global___PredictedLife | None = ...,
         prefill_us: _builtins.int = ...,
+        weights_epoch: _builtins.int | None = ...,
         tbt_slo_ms: _builtins.int = ...,
         held_tbt_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "life", b"life", "load_until", b"load_until", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "_weights_epoch", b"_weights_epoch", "decode", b"decode", "decode_load_until", b"decode_load_until", "life", b"life", "load_until", b"load_until", "prefill", b"prefill", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "held_tbt_ms", b"held_tbt_ms", "life", b"life", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "prefill_us", b"prefill_us", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "sources", b"sources", "tbt_slo_ms", b"tbt_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "_weights_epoch", b"_weights_epoch", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "held_tbt_ms", b"held_tbt_ms", "life", b"life", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "prefill_us", b"prefill_us", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "sources", b"sources", "tbt_slo_ms", b"tbt_slo_ms", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_load_until: _TypeAlias = _typing.Literal["decode_load_until"]  # noqa: Y015
     _WhichOneofArgType__decode_load_until: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until"]  # noqa: Y015
     _WhichOneofReturnType__load_until: _TypeAlias = _typing.Literal["load_until"]  # noqa: Y015
     _WhichOneofArgType__load_until: _TypeAlias = _typing.Literal["_load_until", b"_load_until"]  # noqa: Y015
+    _WhichOneofReturnType__weights_epoch: _TypeAlias = _typing.Literal["weights_epoch"]  # noqa: Y015
+    _WhichOneofArgType__weights_epoch: _TypeAlias = _typing.Literal["_weights_epoch", b"_weights_epoch"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_load_until) -> _WhichOneofReturnType__decode_load_until | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_until) -> _WhichOneofReturnType__load_until | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weights_epoch) -> _WhichOneofReturnType__weights_epoch | None: ...
 
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
 

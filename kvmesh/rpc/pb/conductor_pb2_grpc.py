@@ -75,6 +75,21 @@ class ConductorStub:
                 request_serializer=kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsResponse.FromString,
                 _registered_method=True)
+        self.PauseModel = channel.unary_unary(
+                '/kvmesh.v1.Conductor/PauseModel',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.PauseModelRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.PauseModelResponse.FromString,
+                _registered_method=True)
+        self.ResumeModel = channel.unary_unary(
+                '/kvmesh.v1.Conductor/ResumeModel',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.ResumeModelRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ResumeModelResponse.FromString,
+                _registered_method=True)
+        self.UpdateModelWeights = channel.unary_unary(
+                '/kvmesh.v1.Conductor/UpdateModelWeights',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class ConductorServicer:
@@ -134,6 +149,26 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseModel(self, request, context):
+        """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
+        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeModel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateModelWeights(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +211,21 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.GetScaleHints,
                     request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsResponse.SerializeToString,
+            ),
+            'PauseModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseModel,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.PauseModelRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.PauseModelResponse.SerializeToString,
+            ),
+            'ResumeModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeModel,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ResumeModelRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.ResumeModelResponse.SerializeToString,
+            ),
+            'UpdateModelWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateModelWeights,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -395,6 +445,87 @@ class Conductor:
             '/kvmesh.v1.Conductor/GetScaleHints',
             kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsRequest.SerializeToString,
             kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/PauseModel',
+            kvmesh_dot_v1_dot_conductor__pb2.PauseModelRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.PauseModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/ResumeModel',
+            kvmesh_dot_v1_dot_conductor__pb2.ResumeModelRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.ResumeModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateModelWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/UpdateModelWeights',
+            kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,12 @@ class ConductorStub:
     """
     GetScaleHints: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GetScaleHintsRequest, _conductor_pb2.GetScaleHintsResponse]
     """How many instances of each role this load wants: for an external autoscaler."""
+    PauseModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.PauseModelRequest, _conductor_pb2.PauseModelResponse]
+    """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
+    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+    """
+    ResumeModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ResumeModelRequest, _conductor_pb2.ResumeModelResponse]
+    UpdateModelWeights: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
@@ -67,6 +73,12 @@ class ConductorAsyncStub(ConductorStub):
     """
     GetScaleHints: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GetScaleHintsRequest, _conductor_pb2.GetScaleHintsResponse]  # type: ignore[assignment]
     """How many instances of each role this load wants: for an external autoscaler."""
+    PauseModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.PauseModelRequest, _conductor_pb2.PauseModelResponse]  # type: ignore[assignment]
+    """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
+    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+    """
+    ResumeModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ResumeModelRequest, _conductor_pb2.ResumeModelResponse]  # type: ignore[assignment]
+    UpdateModelWeights: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]  # type: ignore[assignment]
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler. All its state is soft: rebuilt from registrations and heartbeats."""
@@ -132,5 +144,29 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.GetScaleHintsResponse, _abc.Awaitable[_conductor_pb2.GetScaleHintsResponse]]:
         """How many instances of each role this load wants: for an external autoscaler."""
+
+    @_abc_1.abstractmethod
+    def PauseModel(
+        self,
+        request: _conductor_pb2.PauseModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.PauseModelResponse, _abc.Awaitable[_conductor_pb2.PauseModelResponse]]:
+        """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
+        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeModel(
+        self,
+        request: _conductor_pb2.ResumeModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.ResumeModelResponse, _abc.Awaitable[_conductor_pb2.ResumeModelResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def UpdateModelWeights(
+        self,
+        request: _conductor_pb2.UpdateModelWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.UpdateModelWeightsResponse, _abc.Awaitable[_conductor_pb2.UpdateModelWeightsResponse]]: ...
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -219,6 +219,7 @@ class GenerateResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """what became readable since the last message"""
@@ -242,6 +243,12 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
         """on the first message, where they were asked for"""
 
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenEpoch]:
+        """By which weights the tokens of this message were made: ascending, each from its first token on. Empty while only
+        the checkpoint's own (epoch 0) have been.
+        """
+
     def __init__(
         self,
         *,
@@ -254,14 +261,38 @@ class GenerateResponse(_message.Message):
         timings: _common_pb2.StageTimings | None = ...,
         first_token_index: _builtins.int = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
+        epochs: _abc.Iterable[Global___TokenEpoch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "finish_reason", b"finish_reason", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class TokenEpoch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_TOKEN_INDEX_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    first_token_index: _builtins.int
+    """in the answer"""
+    weights_epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        first_token_index: _builtins.int = ...,
+        weights_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_index", b"first_token_index", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenEpoch: _TypeAlias = TokenEpoch  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

@@ -45,6 +45,21 @@ class InstanceStub:
                 request_serializer=kvmesh_dot_v1_dot_instance__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_instance__pb2.ProfileResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/kvmesh.v1.Instance/Pause',
+                request_serializer=kvmesh_dot_v1_dot_instance__pb2.PauseRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_instance__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/kvmesh.v1.Instance/Resume',
+                request_serializer=kvmesh_dot_v1_dot_instance__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_instance__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/kvmesh.v1.Instance/UpdateWeights',
+                request_serializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class InstanceServicer:
@@ -67,6 +82,27 @@ class InstanceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Take no new requests, and deal with those in flight as `mode` says; answered once none is left. It may be called
+        again while paused. DEADLINE_EXCEEDED: some are left; the instance stays paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InstanceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +115,21 @@ def add_InstanceServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=kvmesh_dot_v1_dot_instance__pb2.ProfileRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_instance__pb2.ProfileResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=kvmesh_dot_v1_dot_instance__pb2.PauseRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_instance__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=kvmesh_dot_v1_dot_instance__pb2.ResumeRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_instance__pb2.ResumeResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +187,87 @@ class Instance:
             '/kvmesh.v1.Instance/Profile',
             kvmesh_dot_v1_dot_instance__pb2.ProfileRequest.SerializeToString,
             kvmesh_dot_v1_dot_instance__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Instance/Pause',
+            kvmesh_dot_v1_dot_instance__pb2.PauseRequest.SerializeToString,
+            kvmesh_dot_v1_dot_instance__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Instance/Resume',
+            kvmesh_dot_v1_dot_instance__pb2.ResumeRequest.SerializeToString,
+            kvmesh_dot_v1_dot_instance__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Instance/UpdateWeights',
+            kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,13 @@ class InstanceStub:
     """Time the next steps of all ranks by function. It changes no answer; steps take somewhat longer while it runs.
     RESOURCE_EXHAUSTED: another profile runs. DEADLINE_EXCEEDED: no step ran in time.
     """
+    Pause: _grpc.UnaryUnaryMultiCallable[_instance_pb2.PauseRequest, _instance_pb2.PauseResponse]
+    """Take no new requests, and deal with those in flight as `mode` says; answered once none is left. It may be called
+    again while paused. DEADLINE_EXCEEDED: some are left; the instance stays paused.
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_instance_pb2.ResumeRequest, _instance_pb2.ResumeResponse]
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_instance_pb2.UpdateWeightsRequest, _instance_pb2.UpdateWeightsResponse]
+    """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
 
 @_typing.type_check_only
 class InstanceAsyncStub(InstanceStub):
@@ -55,6 +62,13 @@ class InstanceAsyncStub(InstanceStub):
     """Time the next steps of all ranks by function. It changes no answer; steps take somewhat longer while it runs.
     RESOURCE_EXHAUSTED: another profile runs. DEADLINE_EXCEEDED: no step ran in time.
     """
+    Pause: _aio.UnaryUnaryMultiCallable[_instance_pb2.PauseRequest, _instance_pb2.PauseResponse]  # type: ignore[assignment]
+    """Take no new requests, and deal with those in flight as `mode` says; answered once none is left. It may be called
+    again while paused. DEADLINE_EXCEEDED: some are left; the instance stays paused.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_instance_pb2.ResumeRequest, _instance_pb2.ResumeResponse]  # type: ignore[assignment]
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_instance_pb2.UpdateWeightsRequest, _instance_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
 
 class InstanceServicer(metaclass=_abc_1.ABCMeta):
     """What every instance answers about itself, whatever its role."""
@@ -78,5 +92,30 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         """Time the next steps of all ranks by function. It changes no answer; steps take somewhat longer while it runs.
         RESOURCE_EXHAUSTED: another profile runs. DEADLINE_EXCEEDED: no step ran in time.
         """
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _instance_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.PauseResponse, _abc.Awaitable[_instance_pb2.PauseResponse]]:
+        """Take no new requests, and deal with those in flight as `mode` says; answered once none is left. It may be called
+        again while paused. DEADLINE_EXCEEDED: some are left; the instance stays paused.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _instance_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.ResumeResponse, _abc.Awaitable[_instance_pb2.ResumeResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _instance_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.UpdateWeightsResponse, _abc.Awaitable[_instance_pb2.UpdateWeightsResponse]]:
+        """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
 
 def add_InstanceServicer_to_server(servicer: InstanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmesh/v1/ranks.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"\xbb\x01\n\x0fRankHostRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.kvmesh.v1.RankHostHelloH\x00\x12\'\n\x06\x66rames\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.RankFramesH\x00\x12\'\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.RankHostBeatH\x00\x12#\n\x04kill\x18\x04 \x01(\x0b\x32\x13.kvmesh.v1.KillRankH\x00\x42\x06\n\x04kind\"\xb2\x01\n\rRankHostHello\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x0f\n\x07threads\x18\x05 \x01(\r\x12\x12\n\nsilence_ms\x18\x06 \x01(\r\"(\n\nRankFrames\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1f\n\x0cRankHostBeat\x12\x0f\n\x07host_ns\x18\x01 \x01(\x06\"\x18\n\x08KillRank\x12\x0c\n\x04rank\x18\x01 \x01(\r\"\xbd\x01\n\rRankHostEvent\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.kvmesh.v1.RankHostWelcomeH\x00\x12\'\n\x06\x66rames\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.RankFramesH\x00\x12\'\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.RankHostBeatH\x00\x12%\n\x05\x65nded\x18\x04 \x01(\x0b\x32\x14.kvmesh.v1.RankEndedH\x00\x42\x06\n\x04kind\"f\n\x0fRankHostWelcome\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12\x0c\n\x04pids\x18\x02 \x03(\r\x12\x0f\n\x07host_ns\x18\x03 \x01(\x06\"(\n\tRankEnded\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\xb6\x01\n\rRankHostState\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x11\n\tmax_ranks\x18\x04 \x01(\r\x12\x0c\n\x04gpus\x18\x05 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12$\n\x04uses\x18\x07 \x03(\x0b\x32\x16.kvmesh.v1.RankHostUse\"1\n\x0bRankHostUse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\"\x1a\n\x18GetRankHostStatusRequest\"\xa0\x01\n\x19GetRankHostStatusResponse\x12&\n\x04host\x18\x01 \x01(\x0b\x32\x18.kvmesh.v1.RankHostState\x12%\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.RankHostEnd\x12\x0c\n\x04\x65nds\x18\x03 \x01(\x04\x12\x12\n\nregistered\x18\x04 \x01(\t\x12\x12\n\nunheard_ms\x18\x05 \x01(\x04\"@\n\x0bRankHostEnd\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t2\xa3\x01\n\x08RankHost\x12?\n\x03Run\x12\x1a.kvmesh.v1.RankHostRequest\x1a\x18.kvmesh.v1.RankHostEvent(\x01\x30\x01\x12V\n\tGetStatus\x12#.kvmesh.v1.GetRankHostStatusRequest\x1a$.kvmesh.v1.GetRankHostStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmesh/v1/ranks.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"\xbb\x01\n\x0fRankHostRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.kvmesh.v1.RankHostHelloH\x00\x12\'\n\x06\x66rames\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.RankFramesH\x00\x12\'\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.RankHostBeatH\x00\x12#\n\x04kill\x18\x04 \x01(\x0b\x32\x13.kvmesh.v1.KillRankH\x00\x42\x06\n\x04kind\"\xb2\x01\n\rRankHostHello\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x0f\n\x07threads\x18\x05 \x01(\r\x12\x12\n\nsilence_ms\x18\x06 \x01(\r\"(\n\nRankFrames\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1f\n\x0cRankHostBeat\x12\x0f\n\x07host_ns\x18\x01 \x01(\x06\"\x18\n\x08KillRank\x12\x0c\n\x04rank\x18\x01 \x01(\r\"\xbd\x01\n\rRankHostEvent\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.kvmesh.v1.RankHostWelcomeH\x00\x12\'\n\x06\x66rames\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.RankFramesH\x00\x12\'\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.RankHostBeatH\x00\x12%\n\x05\x65nded\x18\x04 \x01(\x0b\x32\x14.kvmesh.v1.RankEndedH\x00\x42\x06\n\x04kind\"f\n\x0fRankHostWelcome\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12\x0c\n\x04pids\x18\x02 \x03(\r\x12\x0f\n\x07host_ns\x18\x03 \x01(\x06\"(\n\tRankEnded\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\xcb\x01\n\rRankHostState\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x11\n\tmax_ranks\x18\x04 \x01(\r\x12\x0c\n\x04gpus\x18\x05 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12$\n\x04uses\x18\x07 \x03(\x0b\x32\x16.kvmesh.v1.RankHostUse\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\"1\n\x0bRankHostUse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\"\x1a\n\x18GetRankHostStatusRequest\"\xa0\x01\n\x19GetRankHostStatusResponse\x12&\n\x04host\x18\x01 \x01(\x0b\x32\x18.kvmesh.v1.RankHostState\x12%\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.RankHostEnd\x12\x0c\n\x04\x65nds\x18\x03 \x01(\x04\x12\x12\n\nregistered\x18\x04 \x01(\t\x12\x12\n\nunheard_ms\x18\x05 \x01(\x04\"@\n\x0bRankHostEnd\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t2\xa3\x01\n\x08RankHost\x12?\n\x03Run\x12\x1a.kvmesh.v1.RankHostRequest\x1a\x18.kvmesh.v1.RankHostEvent(\x01\x30\x01\x12V\n\tGetStatus\x12#.kvmesh.v1.GetRankHostStatusRequest\x1a$.kvmesh.v1.GetRankHostStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,15 +49,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKENDED']._serialized_start=828
   _globals['_RANKENDED']._serialized_end=868
   _globals['_RANKHOSTSTATE']._serialized_start=871
-  _globals['_RANKHOSTSTATE']._serialized_end=1053
-  _globals['_RANKHOSTUSE']._serialized_start=1055
-  _globals['_RANKHOSTUSE']._serialized_end=1104
-  _globals['_GETRANKHOSTSTATUSREQUEST']._serialized_start=1106
-  _globals['_GETRANKHOSTSTATUSREQUEST']._serialized_end=1132
-  _globals['_GETRANKHOSTSTATUSRESPONSE']._serialized_start=1135
-  _globals['_GETRANKHOSTSTATUSRESPONSE']._serialized_end=1295
-  _globals['_RANKHOSTEND']._serialized_start=1297
-  _globals['_RANKHOSTEND']._serialized_end=1361
-  _globals['_RANKHOST']._serialized_start=1364
-  _globals['_RANKHOST']._serialized_end=1527
+  _globals['_RANKHOSTSTATE']._serialized_end=1074
+  _globals['_RANKHOSTUSE']._serialized_start=1076
+  _globals['_RANKHOSTUSE']._serialized_end=1125
+  _globals['_GETRANKHOSTSTATUSREQUEST']._serialized_start=1127
+  _globals['_GETRANKHOSTSTATUSREQUEST']._serialized_end=1153
+  _globals['_GETRANKHOSTSTATUSRESPONSE']._serialized_start=1156
+  _globals['_GETRANKHOSTSTATUSRESPONSE']._serialized_end=1316
+  _globals['_RANKHOSTEND']._serialized_start=1318
+  _globals['_RANKHOSTEND']._serialized_end=1382
+  _globals['_RANKHOST']._serialized_start=1385
+  _globals['_RANKHOST']._serialized_end=1548
 # @@protoc_insertion_point(module_scope)

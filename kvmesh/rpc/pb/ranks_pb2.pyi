@@ -260,12 +260,15 @@ class RankHostState(_message.Message):
     GPUS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     USES_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     build: _builtins.str
     max_ranks: _builtins.int
     gpus: _builtins.int
     memory_bytes: _builtins.int
     """available to ranks: of each GPU (the smallest), without GPUs of the machine"""
+    fingerprint: _builtins.str
+    """of the checkpoint that it has for all; empty: what fronts name"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -280,10 +283,11 @@ class RankHostState(_message.Message):
         gpus: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         uses: _abc.Iterable[Global___RankHostUse] | None = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "gpus", b"gpus", "instance", b"instance", "max_ranks", b"max_ranks", "memory_bytes", b"memory_bytes", "node_id", b"node_id", "uses", b"uses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "fingerprint", b"fingerprint", "gpus", b"gpus", "instance", b"instance", "max_ranks", b"max_ranks", "memory_bytes", b"memory_bytes", "node_id", b"node_id", "uses", b"uses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1579,11 +1579,14 @@ class PlaceRanksRequest(_message.Message):
     HOSTS_FIELD_NUMBER: _builtins.int
     RANKS_EACH_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     build: _builtins.str
     hosts: _builtins.int
     ranks_each: _builtins.int
     gpus: _builtins.bool
     """a GPU a rank"""
+    fingerprint: _builtins.str
+    """of the checkpoint"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef:
         """a later call of a newer incarnation takes the place of an earlier one"""
@@ -1596,10 +1599,11 @@ class PlaceRanksRequest(_message.Message):
         hosts: _builtins.int = ...,
         ranks_each: _builtins.int = ...,
         gpus: _builtins.bool = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "gpus", b"gpus", "hosts", b"hosts", "instance", b"instance", "ranks_each", b"ranks_each"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "fingerprint", b"fingerprint", "gpus", b"gpus", "hosts", b"hosts", "instance", b"instance", "ranks_each", b"ranks_each"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvmesh.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
+from kvmesh.errors import ContextTooLong, ModelNotFound, Overloaded, Paused, Unavailable
 from kvmesh.services.conductor.domain import Refuse, Schedule
 from kvmesh.services.conductor.fleet.instance import Instance
 
 MAX_NAMED = 8
+PAUSED_RETRY_MS = 100
 
 
 def refuse_unplaceable(
@@ -45,7 +46,10 @@ def refuse_unplaceable(
     if not fits_prefill and (short := [i for i in fits_decode if i.alone_tokens]):
         few = "; ".join(f"{i.ref.instance_id} at most {i.alone_tokens:,}" for i in short[:MAX_NAMED])
         parts.append(f"too many uncached tokens for those that compute short prompts themselves ({few})")
-    return Refuse(Unavailable(f"model {request.model!r} has {' and '.join(parts)}"), "no_instance")
+    text = f"model {request.model!r} has {' and '.join(parts)}"
+    if any(reason.startswith(Paused.PREFIX) for reason in why.values()):
+        return Refuse(Paused(text, retry_after_ms=PAUSED_RETRY_MS), "no_instance")
+    return Refuse(Unavailable(text), "no_instance")
 
 
 def idle_only(retry_s: float) -> Refuse:

@@ -10,9 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import grpc.aio
 
 from kvmesh.errors import DeadlinePassed, KvmeshError
 from kvmesh.rpc import channels, status
@@ -90,7 +87,7 @@ class BalanceOrders:
             return None
         request = instance_pb2.SetRoleRequest(role=ROLES_OUT[order.role], incarnation=order.ref.incarnation)
         async with channels.connect(order.ref.address, ServerRole.INSTANCE) as channel:
-            await _called(instance_pb2_grpc.InstanceStub(channel).SetRole(request, timeout=ROLE_S))
+            await status.called(instance_pb2_grpc.InstanceStub(channel).SetRole(request, timeout=ROLE_S))
         return 0
 
     async def _copy(self, order: Replicate) -> int | None:
@@ -112,16 +109,8 @@ class BalanceOrders:
                     background=True,
                     groups=order.groups[at : at + PULL_BLOCKS],
                 )
-                answer = await _called(stub.Pull(request, timeout=left_s + 1))
+                answer = await status.called(stub.Pull(request, timeout=left_s + 1))
                 held += sum(map(bool, answer.held))
                 if not all(answer.held):
                     break  # what follows a gap helps nobody
         return held
-
-
-async def _called(call: Any) -> Any:
-    """Returns the call's answer. Raises KvmeshError."""
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise status.from_rpc_error(error) from None

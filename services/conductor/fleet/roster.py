@@ -35,6 +35,7 @@ class Fleet:
         self._round: list[Instance] = []  # as `_instances`, as long as nobody comes or goes
         self._kin: dict[str, Counter[tuple[object, ...]]] = {}  # instances by model name and KV identity
         self.known_models: dict[str, None] = {}  # ever served here
+        self._newest: dict[tuple[str, str], int] = {}  # weights epoch that was ever told, by model name and fingerprint
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -88,7 +89,8 @@ class Fleet:
         was removed before."""
         self._round = []
         model = event.model
-        fits = self._fits.setdefault((model.name, model.kv_identity), ModelFits())
+        fits = self._fits.setdefault((model.name, model.compute_identity), ModelFits())
+        self._newest[model.name, model.fingerprint] = max(self.newest_epoch(model), model.weights_epoch)
         instance = self._instances[event.ref.instance_id] = Instance(
             event, slot, fits, MembershipLease(pulse), now, self._confidence
         )
@@ -113,6 +115,16 @@ class Fleet:
             self._replaced[instance.ref.life] = None
             if len(self._replaced) > MAX_REPLACED:
                 self._replaced.popitem(last=False)
+
+    def newest_epoch(self, model: ModelCard) -> int:
+        """Returns the newest weights epoch of this model that any instance has had."""
+        return self._newest.get((model.name, model.fingerprint), 0)
+
+    def stale(self, instance: Instance) -> str:
+        """Returns why an instance must get no work though it is ready: others have had newer weights than it has; ""
+        where none have. One that starts anew has the weights of its checkpoint again."""
+        own, newest = instance.model.weights_epoch, self.newest_epoch(instance.model)
+        return f"has weights of epoch {own}, the model is at epoch {newest}: update them" if own < newest else ""
 
     def fade(self, now: float) -> None:
         """Lets the departures of instances fade up to `now`."""

@@ -19,7 +19,7 @@ from kvmesh.services.gateway.api_keys import Tenant
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import brief
 from kvmesh.services.gateway.models import Model
-from kvmesh.services.gateway.rest import openapi, response_calls
+from kvmesh.services.gateway.rest import openapi, response_calls, rollout
 from kvmesh.services.gateway.rest.bounded_call import BoundedCall
 from kvmesh.services.gateway.rest.frames import error_headers, error_json
 from kvmesh.services.gateway.rest.http import Receive, Scope, Send, authorization
@@ -66,6 +66,8 @@ def _call(core: GatewayCore, path: str) -> BoundedCall[Any] | None:
     """Returns what answers a POST to `path`; None: FastAPI does."""
     if path in INTERFACES:
         return Reply(core, INTERFACES[path])
+    if core.config.rollout and path in rollout.CALLS:
+        return rollout.CALLS[path](core)
     return QUERIES[path](core) if path in QUERIES else None
 
 

@@ -89,6 +89,12 @@ def error_headers(err: KvmeshError) -> list[tuple[bytes, bytes]]:
     return [(b"retry-after", b"%d" % -(-wait_ms // 1000)), (b"retry-after-ms", b"%d" % wait_ms)]
 
 
+def told_epochs(epochs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Returns the field that names by which weights tokens were made: pairs of a token's index in the answer and the
+    weights epoch from it on; nothing while these are the checkpoint's own."""
+    return {"weights_epochs": [list(pair) for pair in epochs]} if epochs else {}
+
+
 def prompt_logprobs(request: Request, index: int, top: int) -> dict[str, Any]:
     """Returns the field `prompt_logprobs` of choice `index`, with `top` others beside each token; {} for -1."""
     scored = request.choices[index].scored_prompt
@@ -167,7 +173,7 @@ class Frames(ABC):
             return opening + self.text(index, delta.text)
         body = b""
         if rich or (delta.text and self._wants_logprobs):
-            body = self._chunk(index, self.gained(delta), delta.logprobs, "", {}, delta.token_ids)
+            body = self._chunk(index, self.gained(delta), delta.logprobs, "", {}, delta.token_ids, delta.first)
         elif delta.text:
             body = self.text(index, delta.text)
         if not delta.finish:
@@ -198,6 +204,7 @@ class Frames(ABC):
             }
             if self.options.token_ids:
                 one["token_ids"] = choice.answer.said.tolist()
+                one |= told_epochs(choice.epochs_of(0, len(choice.answer.said)))
             listed.append(one)
         head = self._head | {"object": self.kind} | self.head()
         usage = request.account.usage(request.choices)
@@ -222,14 +229,16 @@ class Frames(ABC):
         finish: str,
         tail: dict[str, Any],
         token_ids: Sequence[int] = (),
+        first: int = 0,
     ) -> bytes:
-        """Returns any frame; `tail` are fields of the whole chunk."""
+        """Returns any frame; `tail` are fields of the whole chunk, `first` is the index of `token_ids[0]`."""
         told = gained.get("logprobs")
         if logprobs is not None and self._wants_logprobs:
             told = self.logprobs(index, logprobs)
         choice = {"index": index, **gained, "logprobs": told, "finish_reason": finish or None}
         if self.options.token_ids:
             choice["token_ids"] = list(token_ids)
+            choice |= told_epochs(self.request.choices[index].epochs_of(first, len(token_ids)))
         body: dict[str, Any] = {**self._head, "choices": [choice]}
         if self.options.continuous_usage:
             body["usage"] = usage_of(self.request.choices[index]).as_json()

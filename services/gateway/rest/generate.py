@@ -21,7 +21,7 @@ from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import MAX_TOKENS, Generation, between, brief, refused
 from kvmesh.services.gateway.requests import Request
 from kvmesh.services.gateway.rest.chat import chat_logprobs
-from kvmesh.services.gateway.rest.frames import DONE, FrameOptions, prompt_logprobs, usage_of
+from kvmesh.services.gateway.rest.frames import DONE, FrameOptions, prompt_logprobs, told_epochs, usage_of
 from kvmesh.services.gateway.rest.interface import AnswerWriter, InterfaceBody
 from kvmesh.services.gateway.rest.openai import (
     SamplingFields,
@@ -183,6 +183,7 @@ class TokensWriter:
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": delta.finish or None,
             "token_ids": list(delta.token_ids),
+            **told_epochs(self._request.choices[index].epochs_of(delta.first, len(delta.token_ids))),
         }
         body: dict[str, Any] = {**self._id, "choices": [choice]}
         if not self._opened:
@@ -212,6 +213,7 @@ class TokensWriter:
                 "logprobs": self._logprobs(choice.whole.entries),
                 "finish_reason": choice.answer.finish,
                 "token_ids": choice.answer.said.tolist(),
+                **told_epochs(choice.epochs_of(0, len(choice.answer.said))),
             }
             for index, choice in enumerate(request.choices)
         ]

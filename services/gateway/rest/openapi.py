@@ -229,7 +229,15 @@ SCHEMAS: dict[str, Json] = {
             "model": _STRING,
             "created": _INTEGER,
             "choices": _list(
-                _object({"index": _INTEGER, "logprobs": _OBJECT_OR_NULL, "finish_reason": _STRING, "token_ids": _IDS})
+                _object(
+                    {
+                        "index": _INTEGER,
+                        "logprobs": _OBJECT_OR_NULL,
+                        "finish_reason": _STRING,
+                        "token_ids": _IDS,
+                        "weights_epochs": _list(_list(_INTEGER)),
+                    }
+                )
             ),
             "usage": _ref("Usage"),
             "prompt_logprobs": {**_PROMPT_LOGPROBS, "nullable": True},

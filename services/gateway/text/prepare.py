@@ -44,6 +44,7 @@ class Prepared:
     grammar: str = ""  # that the answer must follow
     tail: str = ""  # of a chat: the end of the rendered prompt, where some templates open the reasoning
     tools: tuple[Tool, ...] = ()  # that the answer may call
+    weights_epoch: int = 0  # of the weights whose blocks `keys` name
 
 
 class Preparer:
@@ -124,6 +125,7 @@ class Preparer:
             generation.grammar or self._rules.grammar(generation.form, chat, tail),
             tail,
             chat.callable_tools if chat is not None else (),
+            namespace.weights_epoch,
         )
 
     def tokens(

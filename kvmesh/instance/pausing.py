@@ -1,0 +1,83 @@
+"""A pause of one instance: no new request is taken, those in flight are dealt with, and nothing is left in it."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvmesh.errors import DeadlinePassed, KvmeshError, Paused, RequestAborted
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.005
+
+
+class PauseMode(enum.Enum):
+    """What becomes of requests in flight (`PauseMode` in common.proto)."""
+
+    KEEP = "keep"
+    ABORT = "abort"
+    FINISH = "finish"
+
+
+class PausableHalf(Protocol):
+    """Is what one role of an instance does about a pause."""
+
+    def refuse(self, error: KvmeshError | None) -> None:
+        """Refuses new requests with this error from now on; None takes them again."""
+
+    def end_all(self, error: KvmeshError) -> int:
+        """Ends all requests in flight with this error. Returns how many there were."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no request is left, and nobody touches memory for one."""
+
+
+class InstancePause:
+    """Pauses and resumes. `halves` are in the order in which they are emptied, decode before prefill: what decode has
+    taken needs its prompt computed. `reason` is "" unless it is paused."""
+
+    def __init__(self, instance_id: str, halves: Sequence[PausableHalf]) -> None:
+        self._id = instance_id
+        self._halves = halves
+        self._resumes = 0
+        self.reason = ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether it is paused and no request is left."""
+        return bool(self.reason) and all(half.empty for half in self._halves)
+
+    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
+        """Pauses; returns how many requests were ended, once none is left. Raises DeadlinePassed if some are: the
+        instance stays paused, and no new ones come."""
+        self.reason = reason or "by an operator"
+        error = Paused(f"{Paused.PREFIX}{self.reason}", retry_after_ms=100)
+        loop, resumes, ended = asyncio.get_running_loop(), self._resumes, 0
+        until = loop.time() + deadline_s
+        for half in self._halves:
+            half.refuse(error)
+            if mode is not PauseMode.FINISH:
+                aborted = RequestAborted(f"ended by a pause: {self.reason}")
+                ended += half.end_all(aborted if mode is PauseMode.ABORT else error)
+            while not half.empty:
+                if loop.time() >= until:
+                    text = f"{self._id}: requests are left after {deadline_s:g} s; it takes no new ones"
+                    raise DeadlinePassed(text, field="deadline_ms")
+                await asyncio.sleep(POLL_S)
+                if self._resumes != resumes:
+                    raise Paused(f"{self._id} was resumed before the pause was complete")
+        log.info("paused (%s): %d requests ended", self.reason, ended)
+        return ended
+
+    def resume(self) -> None:
+        """Takes requests again."""
+        self._resumes += 1
+        self.reason = ""
+        for half in self._halves:
+            half.refuse(None)
+        log.info("resumed")

@@ -1,0 +1,187 @@
+"""Orders of operators and trainers for all instances of a model: pause, resume, other weights. Who carries them out is
+each instance; the order among them is here, and nothing is decided by the brain.
+
+Instances that decode are paused first, so that the prompts of what they have taken are still computed in a pause that
+lets requests finish. All of them are paused before any takes other weights, and none goes on before all that can have
+taken them: at no time do two instances that compute have weights of different epochs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, ModelNotFound, Overloaded, Paused, Unavailable
+from kvmesh.rpc import channels, status
+from kvmesh.rpc.authorisation import ServerRole
+from kvmesh.rpc.pb import common_pb2, conductor_pb2, instance_pb2, instance_pb2_grpc
+from kvmesh.services.conductor.fleet.instance import Instance
+from kvmesh.services.conductor.mapping import ref_out
+
+log = logging.getLogger(__name__)
+
+PAUSE_MS, UPDATE_MS, MOST_MS = 60_000, 600_000, 3_600_000
+RESUME_S = 10.0
+GRACE_S = 2.0  # after its deadline an instance's own word is still waited for
+Answer = TypeVar("Answer")
+Call = Callable[[Any, Instance], Awaitable[Any]]  # of an Instance stub
+
+
+class ModelControl:
+    """Carries out one order a model at a time. `instances` returns those that are known."""
+
+    def __init__(self, instances: Callable[[], Sequence[Instance]]) -> None:
+        self._instances = instances
+        self._busy: set[str] = set()
+        self._paused: set[str] = set()  # by an order here, that no other has ended
+
+    async def pause(self, request: conductor_pb2.PauseModelRequest) -> conductor_pb2.PauseModelResponse:
+        """Raises ModelNotFound, Overloaded, or the first instance's error; then those stay paused that are."""
+        model, instances = self._of(request.model)
+        until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
+        with self._alone(model):
+            self._paused.add(model)
+            ended = await self._pause(instances, request.mode, until, request.reason)
+        return conductor_pb2.PauseModelResponse(model=model, ended=ended, instances=len(instances))
+
+    async def resume(self, request: conductor_pb2.ResumeModelRequest) -> conductor_pb2.ResumeModelResponse:
+        """Raises ModelNotFound, Overloaded, or the first instance's error, after all have been asked."""
+        model, instances = self._of(request.model)
+        with self._alone(model):
+            epochs = await self._resume(instances)
+            self._paused.discard(model)
+        return conductor_pb2.ResumeModelResponse(model=model, weights_epoch=max(epochs), instances=len(epochs))
+
+    async def update(
+        self, request: conductor_pb2.UpdateModelWeightsRequest
+    ) -> conductor_pb2.UpdateModelWeightsResponse:
+        """Pauses, updates and resumes. Instances that were paused before, or could not take the weights, stay paused.
+        Raises as `pause` does, or the first error where no instance has taken the weights; then what ran goes on."""
+        model, instances = self._of(request.model)
+        until = time.monotonic() + _deadline_s(request.deadline_ms, UPDATE_MS)
+        epoch = request.weights_epoch or time.time_ns()
+        highest = max(instance.model.weights_epoch for instance in instances)
+        if epoch <= highest:
+            why = f"must be greater than {highest}, which {model} has: an epoch names the weights of one update"
+            raise InvalidRequest.of("weights_epoch", epoch, why)
+        stays = request.stay_paused or self._is_paused(model, instances)
+        with self._alone(model):
+            start = time.monotonic()
+            try:
+                ended = await self._pause(instances, request.mode, until, f"weights epoch {epoch}")
+                taken = await self._take(instances, epoch, request.source, until)
+            except KvmeshError:
+                if not stays:
+                    await self._resume(instances, quietly=True)
+                raise
+            new = [i for i, one in zip(instances, taken, strict=True) if not one.HasField("error")]
+            if not new:  # the old weights are served on, where they are whole
+                if not stays:
+                    await self._resume(instances, quietly=True)
+                raise status.from_detail(taken[0].error)
+            if not stays:
+                await self._resume(new)
+            elif request.stay_paused:
+                self._paused.add(model)
+            paused_s = time.monotonic() - start
+        log.info("model %s has weights of epoch %d at %d of %d instances", model, epoch, len(new), len(instances))
+        return conductor_pb2.UpdateModelWeightsResponse(
+            model=model, weights_epoch=epoch, taken=taken, paused_seconds=paused_s, ended=ended
+        )
+
+    def _of(self, name: str) -> tuple[str, list[Instance]]:
+        """Returns the model and its instances. Raises ModelNotFound."""
+        known = self._instances()
+        models = dict.fromkeys(instance.model.name for instance in known)
+        if not name and len(models) == 1:
+            [name] = models
+        found = [instance for instance in known if instance.model.name == name]
+        if not found:
+            raise ModelNotFound(f"model={name!r}: no instance of it; there are: {', '.join(models)}", field="model")
+        return name, found
+
+    def _is_paused(self, model: str, instances: Sequence[Instance]) -> bool:
+        told = (instance.not_ready_reason.startswith(Paused.PREFIX) for instance in instances)
+        return model in self._paused or all(told)
+
+    def _alone(self, model: str) -> _Turn:
+        if model in self._busy:
+            raise Overloaded(f"model={model!r}: another order is being carried out", retry_after_ms=1000)
+        return _Turn(self._busy, model)
+
+    async def _pause(self, instances: Sequence[Instance], mode: Any, until: float, reason: str) -> int:
+        ended = 0
+        for decodes in (True, False):
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise DeadlinePassed("the instances were not paused in time", field="deadline_ms")
+            order = instance_pb2.PauseRequest(mode=mode, deadline_ms=max(1, int(1000 * left_s)), reason=reason)
+            these = [instance for instance in instances if instance.role.decodes is decodes]
+            answers = await _all(these, lambda stub, _: stub.Pause(order, timeout=left_s + GRACE_S))  # noqa: B023
+            ended += sum(answer.ended for answer in _good(answers))
+        return ended
+
+    async def _take(
+        self, instances: Sequence[Instance], epoch: int, source: common_pb2.WeightsSource, until: float
+    ) -> list[common_pb2.WeightsTaken]:
+        left_s = max(0.1, until - time.monotonic())
+        order = instance_pb2.UpdateWeightsRequest(
+            weights_epoch=epoch, source=source, deadline_ms=max(1, int(1000 * left_s))
+        )
+        answers = await _all(instances, lambda stub, _: stub.UpdateWeights(order, timeout=left_s + GRACE_S))
+        return [
+            common_pb2.WeightsTaken(
+                instance=ref_out(i.ref), weights_epoch=i.model.weights_epoch, error=status.to_detail(answer)
+            )
+            if isinstance(answer, KvmeshError)
+            else answer.taken
+            for i, answer in zip(instances, answers, strict=True)
+        ]
+
+    async def _resume(self, instances: Sequence[Instance], *, quietly: bool = False) -> list[int]:
+        """Returns the epochs that are served."""
+        answers = await _all(instances, lambda stub, _: stub.Resume(instance_pb2.ResumeRequest(), timeout=RESUME_S))
+        if quietly:
+            return [answer.weights_epoch for answer in answers if not isinstance(answer, KvmeshError)]
+        return [answer.weights_epoch for answer in _good(answers)]
+
+
+class _Turn:
+    def __init__(self, busy: set[str], model: str) -> None:
+        self._busy, self._model = busy, model
+
+    def __enter__(self) -> None:
+        self._busy.add(self._model)
+
+    def __exit__(self, *_: object) -> None:
+        self._busy.discard(self._model)
+
+
+async def _all(instances: Sequence[Instance], call: Call) -> list[Any]:
+    """Returns each instance's answer, or the KvmeshError that it was."""
+
+    async def one(instance: Instance) -> Any:
+        try:
+            async with channels.connect(instance.ref.address, ServerRole.INSTANCE) as channel:
+                return await status.called(call(instance_pb2_grpc.InstanceStub(channel), instance))
+        except KvmeshError as error:
+            return Unavailable(f"{instance.ref.instance_id}: {error.message}") if not error.field else error
+
+    return list(await asyncio.gather(*(one(instance) for instance in instances)))
+
+
+def _good(answers: Sequence[Any]) -> list[Any]:
+    """Raises the first that is an error."""
+    for answer in answers:
+        if isinstance(answer, KvmeshError):
+            raise answer
+    return list(answers)
+
+
+def _deadline_s(told_ms: int, default_ms: int) -> float:
+    if told_ms > MOST_MS:
+        raise InvalidRequest.of("deadline_ms", told_ms, f"at most {MOST_MS}")
+    return (told_ms or default_ms) / 1000
