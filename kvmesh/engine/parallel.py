@@ -205,8 +205,8 @@ class ProcessGroup(Group):
 
 class RankMesh:
     """Has all ranks of one instance as one of them sees it, and the groups that they form along their axes. One that
-    is connected through `file` is of one machine: the file must not exist before the first rank comes, and belongs to
-    whoever made its folder. With a `store` (torch.distributed's) ranks are on several hosts and compute over
+    is connected through `file` is of one machine: the file is empty or not there before the first rank comes, and
+    belongs to whoever named it. With a `store` (torch.distributed's) ranks are on several hosts and compute over
     `interface` of this one."""
 
     def __init__(

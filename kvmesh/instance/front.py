@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from kvmesh.blockservice.blocks import BlockService
@@ -113,7 +113,7 @@ class Front:
         self.server: Server | None = None
         self.address = ""
         self._lost = ""
-        self.meeting: TemporaryDirectory[str] | None = None  # where the ranks of all fronts find each other
+        self.meeting = -1  # the file in memory where the ranks of all fronts find each other
         self._registrar: Registrar | None = None
         # Takes another role, where the instance can; the service that composes it sets this. Raises KvmeshError when it
         # cannot switch now.
@@ -125,7 +125,7 @@ class Front:
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
     async def configure_ranks(self, stop: asyncio.Event, meeting: str) -> None:
-        """Configures the ranks, whose processes of this machine have been started and meet in the folder `meeting`;
+        """Configures the ranks, whose processes of this machine have been started and meet in the file `meeting`;
         returns when each has loaded its weights. Raises as `start_groups` does."""
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         loaded: asyncio.Future[Any] = asyncio.ensure_future(self._load_ranks(meeting))
@@ -212,7 +212,7 @@ class Front:
             ssd_path=str(Path(c.ssd_path).absolute()) if c.ssd_path else "",
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
-            group_file=str(Path(meeting, "ranks")) if meeting else "",
+            group_file=meeting,
             group_timeout_ms=c.rank_timeout_ms,
             rank_network=c.rank_network,
             rank_route=split_address(self._hosts[0].address)[0] if self._hosts else "",
@@ -556,8 +556,9 @@ class Front:
             self._warm.close()
         await asyncio.gather(*(rank.close() for rank in self.ranks))
         await asyncio.gather(*(host.close() for host in self._hosts))
-        if self.meeting is not None:
-            self.meeting.cleanup()
+        if self.meeting >= 0:
+            os.close(self.meeting)
+            self.meeting = -1
 
 
 async def start_groups(fronts: Sequence[Front], stop: asyncio.Event) -> None:
@@ -568,10 +569,10 @@ async def start_groups(fronts: Sequence[Front], stop: asyncio.Event) -> None:
     can be made of; InternalError when stopped meanwhile."""
     first = fronts[0]
     if first.config.axes.world > 1 and not first.config.rank_hosts:
-        first.meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
+        first.meeting = os.memfd_create("kvmesh-ranks")  # in no folder, so that nothing is left when all are killed
     spawn_ranks([rank for front in fronts for rank in front.here], first.config.threads, len(fronts))
-    folder = first.meeting.name if first.meeting is not None else ""
-    await asyncio.gather(*(front.configure_ranks(stop, folder) for front in fronts))
+    file = f"/proc/{os.getpid()}/fd/{first.meeting}" if first.meeting >= 0 else ""
+    await asyncio.gather(*(front.configure_ranks(stop, file) for front in fronts))
 
 
 def fronts_of(

@@ -10,6 +10,7 @@ import shutil
 import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest_asyncio
 
 from kvmesh.kvcache.tiers import Tier
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
-from tests.support.mesh.client import Answer, until
+from tests.support.mesh.client import Answer, pools, until
 from tests.support.mesh.direct import Direct, blocks_at, members
 from tests.support.mesh.harness import Running, running_mesh
 from tests.support.reference import assert_matches_reference
@@ -26,6 +27,7 @@ from tests.support.reference import assert_matches_reference
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 TOKENS, BLOCK = 12, 16
+ANSWERS, LONG = 6, 150
 PREFILLS, DECODES, BOTH = (("prefill-0", "prefill-0.dp1"), ("decode-0", "decode-0.dp1"), ("coupled-0", "coupled-0.dp1"))
 
 
@@ -104,8 +106,33 @@ async def test_blocks_of_one_place_are_read_by_others_and_by_another_cut(mesh: R
         assert answer.timings.pulled_tokens == 128 and answer.tokens == first.tokens
 
 
+async def begun_answers(mesh: Running) -> dict[int, asyncio.Task[Answer]]:
+    """Greedy answers that both places of decode-0 have begun, and others may go on with."""
+    await mesh.cordon(*BOTH)
+    begun: set[int] = set()
+    all_begun = asyncio.Event()
+
+    def token(seed: int, _: int) -> None:
+        begun.add(seed)
+        if len(begun) == ANSWERS:
+            all_begun.set()
+
+    answers = {
+        seed: asyncio.create_task(mesh.client.generate(prompt(40, seed), LONG, on_token=partial(token, seed)))
+        for seed in range(ANSWERS)
+    }
+    async with asyncio.timeout(60):
+        await all_begun.wait()
+    await mesh.cordon(*BOTH, keep=False)
+    known = await members(mesh)
+    for place in DECODES:
+        assert (await pools(known[place].address, "decode")).requests
+    return answers
+
+
 async def test_a_rank_that_is_killed_ends_both_places(mesh: Running, model: Path) -> None:
-    """One place's rank dies while the other sleeps: both are gone, and both come back, each with its own blocks."""
+    """Both are gone, and both come back, each with its own blocks. What both decode places answered goes on at those of
+    another instance."""
     direct = await Direct.of(mesh)
     prompts = {place: prompt(100 + at, 50 + at) for at, place in enumerate(PREFILLS)}
     for place, asked in prompts.items():
@@ -114,9 +141,14 @@ async def test_a_rank_that_is_killed_ends_both_places(mesh: Running, model: Path
         await sealed(direct.members[place].address, direct.keys(asked), Tier.SSD)
     names = ("prefill-0", "decode-0")
     before, pids = await members(mesh), {name: mesh.pid(name) for name in names}
+    answers = await begun_answers(mesh)
     for name in names:
         os.kill(mesh.rank_pids(name)[1], signal.SIGKILL)
     await asyncio.gather(*(mesh.reborn(name, pid) for name, pid in pids.items()))
+    for seed, going in answers.items():
+        answer = await going
+        assert answer.error is None and len(answer.tokens) == LONG
+        assert_matches_reference(model, prompt(40, seed), answer.tokens)
 
     async def anew() -> bool:
         now = await members(mesh)

@@ -104,6 +104,14 @@ class Running:
 
         await until(works, f"work at {name}")
 
+    async def cordon(self, *names: str, keep: bool = True) -> None:
+        """Keeps new work away from these instances, or lets them have some again."""
+        state = conductor_pb2.CORDON_STATE_CORDONED if keep else conductor_pb2.CORDON_STATE_UNSPECIFIED
+        async with connect(self.mesh.addresses["conductor"]) as channel:
+            stub = conductor_pb2_grpc.ConductorStub(channel)
+            for name in names:
+                await stub.Cordon(conductor_pb2.CordonRequest(instance_id=name, state=state), timeout=30)
+
     async def ready(self, name: str) -> None:
         """The conductor gives work to the instance (again)."""
 
