@@ -481,6 +481,10 @@ class Front:
         not whole."""
         if self._live.torn:
             raise FailedWeights(f"{self.instance_id}: {self._live.torn}: it needs another update first")
+        for other in self._share_experts:
+            if other._live.torn or other._live.epoch != self._live.epoch:
+                why = f"{other.instance_id}, whose experts it shares, has other weights"
+                raise FailedWeights(f"{self.instance_id}: {why}: update all places first")
         self._pause.resume()
         self.urge()
         return self._live.epoch
@@ -488,8 +492,9 @@ class Front:
     async def update_weights(self, new: NewWeights, deadline_s: float) -> WeightsTaken:
         """Takes other weights while it is paused, and stays so. Raises as `LiveWeights.update` does, and InvalidRequest
         while requests may be in flight."""
-        if not self._pause.empty:
-            raise InvalidRequest("epoch: weights change while nothing runs: pause the instance first", field="epoch")
+        if not all(front._pause.empty for front in self._share_experts):
+            what = "the instance" if len(self._share_experts) == 1 else "all places of the instance"
+            raise InvalidRequest(f"epoch: weights change while nothing runs: pause {what} first", field="epoch")
         try:
             taken = await self._live.update(new, deadline_s)
         finally:
@@ -498,6 +503,11 @@ class Front:
         if self._registrar is not None:
             self._registrar.serve(self.card)
         return taken
+
+    @property
+    def _share_experts(self) -> Sequence[Front]:
+        """The fronts whose requests are computed with experts of this one's ranks, itself among them."""
+        return self.together if "dp" in self.config.axes.ep else (self,)
 
     def become(self, role: pb.Role.ValueType) -> None:
         """Takes this role from now on; the conductor is told at once."""
