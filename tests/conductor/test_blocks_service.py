@@ -137,6 +137,7 @@ async def test_explain_tells_candidates_terms_and_choice(mesh: Mesh) -> None:
     answer = await explained(mesh, "why")
     assert (answer.request_id, answer.model, answer.outcome, answer.message) == ("why", "demo", "placed", "")
     assert (answer.prompt_tokens, answer.prompt_blocks, answer.best_prefix_blocks) == (PROMPT, 60, 60)
+    placement.ClearField("weights_epoch")  # of now: what is explained is past
     assert answer.placement == placement
     assert not answer.reported
     found = {(c.instance.instance_id, c.role): c for c in answer.candidates}
@@ -250,6 +251,9 @@ async def test_hostile_callers_break_nothing(mesh: Mesh) -> None:
         "Explain": conductor_pb2.ExplainRequest(request_id="r"),
         "Cordon": conductor_pb2.CordonRequest(instance_id="r"),
         "GetScaleHints": conductor_pb2.GetScaleHintsRequest(),
+        "PauseModel": conductor_pb2.PauseModelRequest(model="r"),
+        "ResumeModel": conductor_pb2.ResumeModelRequest(model="r"),
+        "UpdateModelWeights": conductor_pb2.UpdateModelWeightsRequest(model="r", deadline_ms=1),
     }
     async with channels.connect(mesh.conductor_service.address) as channel:
         seen = await hostile.assault(channel, SERVICE, valid, seed=7, rounds=12)

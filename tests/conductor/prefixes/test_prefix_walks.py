@@ -126,7 +126,7 @@ def test_a_build_is_made_once_for_its_sources(sources: Path, tmp_path: Path) -> 
     (sources / "two.h").write_text("#define ANSWER 43\n")
     newer = build.compile_into(tmp_path / "built")
     assert ctypes.PyDLL(str(newer)).answer() == 43
-    assert list((tmp_path / "built").iterdir()) == [newer], "the older build goes, nothing half made stays"
+    assert set((tmp_path / "built").iterdir()) == {first, newer}, "checkouts may share it; nothing half made stays"
 
 
 @needs_compiler

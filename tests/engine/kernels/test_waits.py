@@ -142,7 +142,7 @@ def test_a_step_of_rows_and_chunks_is_one_copy_before_the_model_and_one_read(
         runner = Stepper(zoo("qwen3-gqa1-tied")).runner
         model = OneLayer(on_device, runner.config.vocab_size, lambda: watched.copies)
         runner.model, runner._sampler, runner.device = model, Sampler(device), device  # type: ignore[assignment]
-        runner.attention = SimpleNamespace(plan_mixed=lambda *_: SimpleNamespace(positions=None))  # type: ignore
+        runner.attention = SimpleNamespace(plan_mixed=lambda *_: SimpleNamespace(positions=None, own=None))  # type: ignore
         rows = [DecodeInput(7 + i, 3, (0,), p) for i, p in enumerate(rows_of(["top_p", "greedy", "logprobs"]))]
         items = [PrefillInput([4, 5, 6], 0, (0,), rows_of(["both"])[0]), PrefillInput([8, 9], 0, (0,))]
         steps = [(items, rows), (items[1:], rows), ([], rows), (items[1:], [])]

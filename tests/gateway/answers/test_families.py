@@ -34,7 +34,7 @@ def test_all_families_have_their_names() -> None:
 def test_checkpoints_of_the_repository(path: Path) -> None:
     template = json.loads(path.read_text())["chat_template"]
     model_type = json.loads((path.parent / "config.json").read_text())["model_type"]
-    expected = {"qwen3": "qwen", "deepseek_v3": "hermes"}
+    expected = {"qwen3": "qwen", "deepseek_v3": "hermes", "glm4_moe": "hermes"}
     assert find_family(model_type, template).name == expected[model_type]
 
 
