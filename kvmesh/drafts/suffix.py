@@ -1,17 +1,17 @@
-"""Drafts from what others said: answers to the same prompt share a tree of their suffixes.
+"""Drafts from what others said: answers to the same prompt are searched together.
 
-Samples of one prompt, and attempts of one request, tend to say the same in the same order. What each has said is put
-into a tree of all runs of at most DEPTH tokens, with how often each occurred; a row's draft walks from the longest of
-its last tokens that the tree knows along what came most often. Where a row's own text has a longer match, it copies
-from that, as the n-gram drafter does.
+Samples of one prompt, and attempts of one request, tend to say the same in the same order. A row's draft goes on from
+the longest of its last tokens that some answer has, along what came most often after them. Where a row's own text has a
+longer match, it copies from that, as the n-gram drafter does.
 
-A tree is pinned by the rows that use it. Those that nobody uses stay while there is room, the last used ones.
+The answers to a prompt are pinned by the rows that add to them. Those that nobody uses stay while there is room, the
+last used ones. Like `TokenLog` they have no index: a token costs 12 bytes and next to no time where nothing repeats.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,102 +19,92 @@ import numpy as np
 
 from kvmesh.drafts.drafter import NO_DRAFT, Draft
 from kvmesh.drafts.ngram import LEAST_MATCH, MOST_MATCH, strength_of
-from kvmesh.drafts.token_log import TokenLog
+from kvmesh.drafts.token_log import LOOKS_BACK, Ids32, TokenLog
 
 if TYPE_CHECKING:
     import torch
 
-DEPTH = 8
-MOST_NODES = 1 << 19  # of all trees; about 100 bytes each
+MOST_TOKENS = 1 << 19  # of the answers to all prompts
+NONE = -1  # no place
 
 
-class _Node:
-    __slots__ = ("count", "next")
+class AnswersTold:
+    """Keeps texts that grow beside each other, token by token in the order in which they came. A *place* is a token's
+    index; it knows the places before and after it in its text."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.next: dict[int, _Node] = {}
+        self._kept = np.empty((3, 64), np.int32)  # token, place before, place after
+        self._count = 0
 
+    def __len__(self) -> int:
+        return self._count
 
-class SuffixTree:
-    """Counts every run of at most `depth` tokens among the texts that it is given, each of which grows by itself."""
+    def add(self, end: int, token: int) -> int:
+        """Appends a token to the text that ends at a place, or begins one behind NONE. Returns its place."""
+        place = self._count
+        if place == self._kept.shape[1]:
+            self._kept = np.concatenate((self._kept, np.empty_like(self._kept)), axis=1)
+        self._kept[:, place] = token, end, NONE
+        if end != NONE:
+            self._kept[2, end] = place
+        self._count += 1
+        return place
 
-    def __init__(self, depth: int = DEPTH) -> None:
-        self._depth = depth
-        self._root = _Node()
-        self.nodes = 0
-
-    def add(self, open_runs: deque[_Node], token: int) -> int:
-        """Appends a token to one text, whose `open_runs` are the nodes at which its last runs stand, the shortest
-        first. Returns how many nodes are new."""
-        before = self.nodes
-        runs = [self._root, *open_runs]
-        open_runs.clear()
-        for node in runs[: self._depth]:
-            child = node.next.get(token)
-            if child is None:
-                child = node.next[token] = _Node()
-                self.nodes += 1
-            child.count += 1
-            open_runs.append(child)
-        return self.nodes - before
-
-    def continued(self, last: Sequence[int], count: int, least: int = 1) -> tuple[list[int], int]:
-        """Returns up to `count` tokens that came most often after the longest suffix of `last`, of `least` tokens at
-        least, that has a continuation, and that suffix's length. Of equally frequent tokens the smaller id is taken."""
-        text, match = list(last[-(self._depth - 1) :]), 0
-        made: list[int] = []
-        while len(made) < count:
-            node, length = self._deepest(text)
-            if node is None or length < least:
+    def continued(self, last: Ids32, count: int, least: int) -> tuple[list[int], int]:
+        """Returns up to `count` tokens that come most often after the longest suffix of `last`, of `least` tokens at
+        least, that one of the last LOOKS_BACK tokens ends and something comes after, and that suffix's length. Of
+        equally frequent tokens the smaller id is taken."""
+        ids, before, after = self._kept[:, : self._count]
+        first = max(0, self._count - LOOKS_BACK)
+        ends = np.flatnonzero((ids[first:] == last[-1]) & (after[first:] != NONE)) + first if len(last) else ids[:0]
+        starts, length = ends, min(1, len(ends))
+        while len(ends) and length < len(last):
+            earlier = before[starts]
+            longer = (earlier != NONE) & (ids[earlier] == last[-1 - length])
+            if not longer.any():
                 break
-            match = match or length
-            token = min(node.next, key=lambda token: (-node.next[token].count, token))
-            made.append(token)
-            text.append(token)
-            del text[: -(self._depth - 1)]
-        return made, match
-
-    def _deepest(self, text: Sequence[int]) -> tuple[_Node | None, int]:
-        for start in range(len(text)):
-            node: _Node | None = self._root
-            for token in text[start:]:
-                node = node.next.get(token) if node is not None else None
-            if node is not None and node.next:
-                return node, len(text) - start
-        return None, 0
+            ends, starts, length = ends[longer], earlier[longer], length + 1
+        if length < least:
+            return [], 0
+        made: list[int] = []
+        places = after[ends]
+        while len(places) and len(made) < count:
+            tokens, times = np.unique(ids[places], return_counts=True)
+            made.append(int(tokens[np.argmax(times)]))
+            places = after[places[ids[places] == made[-1]]]
+            places = places[places != NONE]
+        return made, length
 
 
 class _Row:
-    __slots__ = ("key", "log", "runs")
+    __slots__ = ("end", "key", "log")
 
     def __init__(self, key: bytes, log: TokenLog) -> None:
-        self.key, self.log = key, log
-        self.runs: deque[_Node] = deque()
+        self.key, self.log, self.end = key, log, NONE
 
 
 class SuffixDrafter:
-    """Drafts from the tree of all answers to a row's prompt, and from its own text."""
+    """Drafts from all answers to a row's prompt, and from its own text."""
 
     name = "suffix"
     needs_hidden = False
 
-    def __init__(self, most_nodes: int = MOST_NODES) -> None:
-        self._most_nodes = most_nodes
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_tokens = most_tokens
         self._rows: dict[int, _Row] = {}
-        self._trees: OrderedDict[bytes, SuffixTree] = OrderedDict()
+        self._told: OrderedDict[bytes, AnswersTold] = OrderedDict()  # by prompt
         self._pins: dict[bytes, int] = {}
-        self.nodes = 0  # of all trees
+        self.tokens = 0  # of the answers to all prompts
 
     def begin(self, handle: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
         self.end(handle)
         key = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
         row = self._rows[handle] = _Row(key, TokenLog(prompt, answer))
         self._pins[key] = self._pins.get(key, 0) + 1
-        if key in self._trees:  # where this row may have been before
-            self._trees.move_to_end(key)
+        if key in self._told:  # where this row may have been before
+            self._told.move_to_end(key)
             return
-        self._trees[key] = SuffixTree()
+        self._told[key] = AnswersTold()
         self._learn(row, [int(token) for token in answer])
 
     def extend(self, handle: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
@@ -134,26 +124,27 @@ class SuffixDrafter:
             del self._pins[row.key]
 
     def _learn(self, row: _Row, tokens: Iterable[int]) -> None:
-        """Adds to the row's tree; where there is no room, the trees stay as they are."""
-        tree = self._trees[row.key]
+        """Adds to the answers to the row's prompt; where there is no room, they stay as they are."""
+        told = self._told[row.key]
         for token in tokens:
-            if self.nodes + DEPTH > self._most_nodes:
+            if self.tokens >= self._most_tokens:
                 self._make_room()
-            if self.nodes + DEPTH > self._most_nodes:
-                row.runs.clear()
+            if self.tokens >= self._most_tokens:
+                row.end = NONE
                 return
-            self.nodes += tree.add(row.runs, token)
+            row.end = told.add(row.end, token)
+            self.tokens += 1
 
     def _make_room(self) -> None:
-        """Drops trees that no row uses, the longest unused first, until there is room for many tokens."""
-        for key in [key for key in self._trees if key not in self._pins]:
-            if self.nodes <= self._most_nodes * 3 // 4:
+        """Drops answers to prompts that no row has, the longest unused first, until there is room for many tokens."""
+        for key in [key for key in self._told if key not in self._pins]:
+            if self.tokens <= self._most_tokens * 3 // 4:
                 return
-            self.nodes -= self._trees.pop(key).nodes
+            self.tokens -= len(self._told.pop(key))
 
     def _proposed(self, row: _Row, count: int) -> Draft:
         own = row.log.last_occurrence(LEAST_MATCH, MOST_MATCH)
-        others, match = self._trees[row.key].continued(row.log.ids[-DEPTH:].tolist(), count, LEAST_MATCH)
-        if own.length > match or (own.length and own.length == DEPTH - 1 == match):
-            return Draft(row.log.continued(own, count), strength_of(own.length))
+        others, match = self._told[row.key].continued(row.log.ids[-MOST_MATCH:], count, LEAST_MATCH)
+        if own.length > match or (own.length == match and len(others) < count):  # own text may go on repeating itself
+            return Draft(row.log.continued(own, count), strength_of(own.length)) if own.length else NO_DRAFT
         return Draft(others, strength_of(match)) if others else NO_DRAFT

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.drafts.drafter import NO_DRAFT
 from kvmesh.drafts.ngram import LEAST_MATCH, MOST_MATCH, NgramDrafter, strength_of
-from kvmesh.drafts.suffix import DEPTH, SuffixDrafter, SuffixTree
+from kvmesh.drafts.suffix import NONE, AnswersTold, SuffixDrafter
 from kvmesh.drafts.token_log import TokenLog
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -57,36 +57,33 @@ def test_ngram_copies_what_came_last() -> None:
     assert LEAST_MATCH == 2
 
 
-@given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS, st.integers(1, 5))
-@settings(max_examples=50)
-def test_a_tree_continues_by_what_came_most_often(texts: list[list[int]], last: list[int], count: int) -> None:
-    tree = SuffixTree(4)
-    for text in texts:
-        runs: Any = deque()
-        for token in text:
-            tree.add(runs, token)
-
-    def follows(run: list[int]) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for text in texts:
-            for at in range(len(text) - len(run)):
-                if text[at : at + len(run)] == run:
-                    token = text[at + len(run)]
-                    found[token] = found.get(token, 0) + 1
-        return found
-
-    made, expected = list(last), []
-    match = 0
-    while len(expected) < count:
-        for length in range(min(3, len(made)), 0, -1):
-            if counts := follows(made[-length:]):
-                break
-        else:
+@given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS, st.integers(1, 5), st.data())
+def test_what_came_most_often_after_the_longest_suffix(
+    texts: list[list[int]], last: list[int], count: int, data: st.DataObject
+) -> None:
+    told, ends, left = AnswersTold(), [NONE] * len(texts), [list(text) for text in texts]
+    while any(left):  # they grow beside each other
+        at = data.draw(st.sampled_from([at for at, tokens in enumerate(left) if tokens]))
+        ends[at] = told.add(ends[at], left[at].pop(0))
+    assert len(told) == sum(map(len, texts))
+    behind: list[list[int]] = []
+    for length in range(len(last), 0, -1):
+        behind = [
+            text[at + length :]
+            for text in texts
+            for at in range(len(text) - length)
+            if text[at : at + length] == last[-length:]
+        ]
+        if behind:
             break
-        match = match or length
+    expected: list[int] = []
+    for place in range(count):
+        counts = Counter(text[place] for text in behind if len(text) > place)
+        if not counts:
+            break
         expected.append(min(counts, key=lambda token: (-counts[token], token)))
-        made.append(expected[-1])
-    assert tree.continued(last, count) == (expected, match)
+        behind = [text for text in behind if len(text) > place and text[place] == expected[-1]]
+    assert told.continued(np.array(last, np.int32), count, 1) == (expected, length if expected else 0)
 
 
 def test_samples_of_a_prompt_learn_from_each_other() -> None:
@@ -101,22 +98,25 @@ def test_samples_of_a_prompt_learn_from_each_other() -> None:
     assert drafter.propose([3], [4]) == [NO_DRAFT], "another prompt's answers are not known"
 
 
-def test_trees_are_bounded_and_kept_by_their_rows() -> None:
-    drafter = SuffixDrafter(most_nodes=400)
+def test_answers_are_bounded_and_kept_by_their_rows() -> None:
+    drafter = SuffixDrafter(most_tokens=100)
     drafter.begin(1, [1], [2])
     drafter.extend(1, list(range(100, 120)))
     for other in range(2, 30):
         drafter.begin(other, [other], [2])
         drafter.extend(other, [other * 1000 + at for at in range(30)])
-        assert drafter.nodes == sum(tree.nodes for tree in drafter._trees.values()) <= 400
+        assert drafter.tokens == sum(map(len, drafter._told.values())) <= 100
         drafter.end(other)
-        assert drafter._trees.keys() >= {drafter._rows[1].key}
+        assert drafter._told.keys() >= {drafter._rows[1].key}
     drafter.begin(31, [1], [2, 100, 101])
     assert list(drafter.propose([31], [3])[0].tokens) == [102, 103, 104]
-    drafter.end(31)
-    drafter.end(1)
+    drafter.begin(32, [1], [9])
+    drafter.extend(32, [*range(1000, 1100), 118])
+    assert drafter.tokens == 100, "no room: what is told stays as it is"
+    assert drafter.propose([32], [3]) == [NO_DRAFT]
+    for handle in (31, 32, 1):
+        drafter.end(handle)
     assert not drafter._pins and not drafter._rows
-    assert DEPTH == 8
 
 
 @pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])
