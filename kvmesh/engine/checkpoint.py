@@ -182,13 +182,16 @@ def open_weights(path: str | Path, served: ModelConfig, max_context_tokens: int 
     it. A folder without a config.json is taken to be of the same model. Raises CheckpointError, also where its
     config.json describes another."""
     folder = Path(path)
-    if folder.is_dir() and (folder / "config.json").exists():
+    with _reading(folder):  # a name too long, or a folder that this user may not look into
+        is_folder = folder.is_dir()
+        described = is_folder and (folder / "config.json").exists()
+    if described:
         found = open_checkpoint(folder, max_context_tokens)
         if found.config.canonical() != served.canonical():
             text = f"{folder}: config.json is not that of the served model (other sizes, or another family)"
             raise CheckpointError(text, field="config.json")
         return Checkpoint(folder, served, found.tensors)
-    if not folder.is_dir():
+    if not is_folder:
         raise CheckpointError(f"{folder}: not a folder with safetensors")
     tensors = {canonical_name(served, name): info for name, info in _shards(folder).items()}
     return Checkpoint(folder, served, {name: tensors[name] for name in check_tensors(served, tensors, str(folder))})

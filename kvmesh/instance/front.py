@@ -21,7 +21,7 @@ from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.engine.axes import Axes
-from kvmesh.errors import ConfigError, FailedWeights, InternalError, InvalidRequest, KvmeshError, Paused
+from kvmesh.errors import ConfigError, FailedWeights, InternalError, InvalidRequest, KvmeshError, Overloaded, Paused
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
 from kvmesh.instance.host_link import RankHostLink, ranks_at
@@ -477,8 +477,10 @@ class Front:
             self.urge()
 
     def resume(self) -> int:
-        """Takes requests again; returns the epoch of the weights that they get. Raises FailedWeights while these are
-        not whole."""
+        """Takes requests again; returns the epoch of the weights that they get. Raises Overloaded while an update
+        runs, FailedWeights while the weights are not whole."""
+        if any(other._live.under_way for other in self._share_experts):
+            raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
         if self._live.torn:
             raise FailedWeights(f"{self.instance_id}: {self._live.torn}: it needs another update first")
         for other in self._share_experts:

@@ -384,8 +384,9 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
                 field="build",
             )
         name, ranks = hello.instance.instance_id, list(hello.ranks)
-        if not name:
-            raise InvalidRequest.of("instance_id", name, "an instance's name")
+        if not name or len(name) > NAME_KEPT or not name.isprintable():  # else no store master takes this host
+            why = f"an instance's name of 1 to {NAME_KEPT} characters that can be printed"
+            raise InvalidRequest.of("instance_id", name[:NAME_KEPT], why)
         if not ranks or len(set(ranks)) < len(ranks) or len(ranks) > self._config.max_ranks:
             raise InvalidRequest.of("ranks", ranks[:20], f"1 to {self._config.max_ranks} different ranks (max_ranks)")
         if not 1 <= hello.threads <= MOST_THREADS:

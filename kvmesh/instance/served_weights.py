@@ -19,7 +19,7 @@ from kvmesh.errors import (
     Unavailable,
     WeightsChanged,
 )
-from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
+from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH, check_epoch
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 MAX_SEGMENT_BYTES = 1 << 20
 MAX_TENSORS = 200_000
 MAX_PATH = 4096
+MAX_NAME, MAX_DTYPE, MAX_DIMS = 512, 16, 8  # of a trainer's tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,11 @@ class NewWeights:
                 raise InvalidRequest.of(field, f"{len(value)} long", f"at most {most}")
         if len(self.tensors) > MAX_TENSORS:
             raise InvalidRequest.of("tensors", f"{len(self.tensors)} tensors", f"at most {MAX_TENSORS}")
+        for at, one in enumerate(self.tensors):
+            if len(one.name) > MAX_NAME or len(one.dtype) > MAX_DTYPE or len(one.shape) > MAX_DIMS:
+                sizes = f"{len(one.name)}, {len(one.dtype)} and {len(one.shape)}"
+                why = f"a name, a dtype and a shape of at most {MAX_NAME}, {MAX_DTYPE} and {MAX_DIMS}"
+                raise InvalidRequest.of(f"tensors.{at}", sizes, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +111,10 @@ class LiveWeights:
         """Takes other weights; no request may be in the instance. Raises InvalidRequest or CheckpointError where they
         cannot be taken, Overloaded while another update runs, DeadlinePassed, Unavailable when a rank is lost; then the
         old ones are still served. Raises FailedWeights when the instance has neither whole."""
-        if self._waiting is not None:
+        if self.under_way:
             raise Overloaded("epoch: another update of the weights is under way", retry_after_ms=1000)
         new.check(self._highest)
+        check_epoch(new.epoch, self._highest, time.time_ns())
         self._tickets += 1
         ticket, start = self._tickets, time.monotonic()
         until = start + deadline_s
@@ -155,6 +162,11 @@ class LiveWeights:
         finally:
             self._waiting = None
         return [self._answers[rank.rank] for rank in self._ranks]
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an update runs: no request may come in before it ends."""
+        return self._waiting is not None
 
     def rank_said(self, rank: int, message: m.ToFront) -> bool:
         """Takes a rank's answer; False: the message is for somebody else."""

@@ -12,6 +12,7 @@ from kvmesh.instance.served_weights import NewWeights, ServedWeights, WeightsTak
 from kvmesh.ranks.protocol import RemoteTensor
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import instance_pb2, instance_pb2_grpc
+from kvmesh.rpc.running_orders import RunningOrders
 from kvmesh.rpc.server import Server
 
 SERVICE = "kvmesh.v1.Instance"
@@ -56,6 +57,7 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
 
     def __init__(self, front: Switchable) -> None:
         self._front = front
+        self._orders = RunningOrders()
 
     async def SetRole(  # noqa: N802
         self, request: instance_pb2.SetRoleRequest, context: Any
@@ -87,9 +89,8 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
     async def Pause(self, request: instance_pb2.PauseRequest, context: Any) -> instance_pb2.PauseResponse:  # noqa: N802
         """Raises UnknownInstance, InvalidRequest or DeadlinePassed (see the proto)."""
         ref = self._ref(request.incarnation)
-        ended = await self._front.pause(
-            pause_mode(request.mode), request.reason[:MAX_REASON], deadline_s(request.deadline_ms, PAUSE_MS)
-        )
+        mode, left_s = pause_mode(request.mode), deadline_s(request.deadline_ms, PAUSE_MS)
+        ended = await self._orders.carry_out(self._front.pause(mode, request.reason[:MAX_REASON], left_s))
         return instance_pb2.PauseResponse(instance=ref, ended=ended)
 
     async def Resume(  # noqa: N802
@@ -105,7 +106,8 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         """Raises UnknownInstance, and as Front.update_weights does."""
         ref = self._ref(request.incarnation)
         new = new_weights(request.weights_epoch, request.source)
-        taken = await self._front.update_weights(new, deadline_s(request.deadline_ms, UPDATE_MS))
+        left_s = deadline_s(request.deadline_ms, UPDATE_MS)
+        taken = await self._orders.carry_out(self._front.update_weights(new, left_s))
         return instance_pb2.UpdateWeightsResponse(
             taken=pb.WeightsTaken(
                 instance=ref,

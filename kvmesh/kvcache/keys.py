@@ -21,11 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+from kvmesh.errors import InvalidRequest
+
 KEY_VERSION = 2  # 1: keys without a tag
 KEY_BYTES = 16
 TAG_BYTES = 4
 DIGEST_BYTES = 32
 MAX_WEIGHTS_EPOCH = (1 << 64) - 1
+MAX_EPOCH_AHEAD_NS = 388 * 86_400 * 10**9  # of the clock: a slip must not use up the epochs of all later updates
 TOKEN_BYTES = 4
 _MANY = struct.Struct(f"{KEY_BYTES}s" * 32)  # keys cut at C speed
 
@@ -38,6 +41,14 @@ class KeyKind(enum.IntEnum):
 
     PREFIX = 1  # these tokens after exactly those before them
     POSITION_FREE = 2  # these tokens at any position (CacheBlend); no code makes such keys yet
+
+
+def check_epoch(epoch: int, served: int, now_ns: int) -> None:
+    """Raises InvalidRequest for the epoch of an update that is so far ahead that few or none could follow it. `now_ns`
+    is of the clock; an operator may have started the instance with a greater one."""
+    most = max(now_ns, served) + MAX_EPOCH_AHEAD_NS
+    if epoch > most:
+        raise InvalidRequest.of("weights_epoch", epoch, f"at most {most}, the clock's nanoseconds and 388 days")
 
 
 def tenant_tag(tenant: str) -> bytes:

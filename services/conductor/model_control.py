@@ -15,9 +15,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, ModelNotFound, Overloaded, Paused, Unavailable
+from kvmesh.kvcache.keys import check_epoch
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, instance_pb2, instance_pb2_grpc
+from kvmesh.rpc.running_orders import RunningOrders
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.mapping import ref_out
 
@@ -35,11 +37,15 @@ class ModelControl:
 
     def __init__(self, instances: Callable[[], Sequence[Instance]]) -> None:
         self._instances = instances
+        self._orders = RunningOrders()
         self._busy: set[str] = set()
         self._paused: set[str] = set()  # by an order here, that no other has ended
 
     async def pause(self, request: conductor_pb2.PauseModelRequest) -> conductor_pb2.PauseModelResponse:
         """Raises ModelNotFound, Overloaded, or the first instance's error; then those stay paused that are."""
+        return await self._orders.carry_out(self._pause_model(request))
+
+    async def _pause_model(self, request: conductor_pb2.PauseModelRequest) -> conductor_pb2.PauseModelResponse:
         model, instances = self._of(request.model)
         until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
         with self._alone(model):
@@ -49,6 +55,9 @@ class ModelControl:
 
     async def resume(self, request: conductor_pb2.ResumeModelRequest) -> conductor_pb2.ResumeModelResponse:
         """Raises ModelNotFound, Overloaded, or the first instance's error, after all have been asked."""
+        return await self._orders.carry_out(self._resume_model(request))
+
+    async def _resume_model(self, request: conductor_pb2.ResumeModelRequest) -> conductor_pb2.ResumeModelResponse:
         model, instances = self._of(request.model)
         with self._alone(model):
             epochs = await self._resume(instances)
@@ -59,7 +68,13 @@ class ModelControl:
         self, request: conductor_pb2.UpdateModelWeightsRequest
     ) -> conductor_pb2.UpdateModelWeightsResponse:
         """Pauses, updates and resumes. Instances that were paused before, or could not take the weights, stay paused.
-        Raises as `pause` does, or the first error where no instance has taken the weights; then what ran goes on."""
+        Raises as `pause` does, or the first error where no instance has taken the weights; then what ran goes on. It
+        goes on to its end, too, when the caller goes away."""
+        return await self._orders.carry_out(self._update_model(request))
+
+    async def _update_model(
+        self, request: conductor_pb2.UpdateModelWeightsRequest
+    ) -> conductor_pb2.UpdateModelWeightsResponse:
         model, instances = self._of(request.model)
         until = time.monotonic() + _deadline_s(request.deadline_ms, UPDATE_MS)
         epoch = request.weights_epoch or time.time_ns()
@@ -67,6 +82,7 @@ class ModelControl:
         if epoch <= highest:
             why = f"must be greater than {highest}, which {model} has: an epoch names the weights of one update"
             raise InvalidRequest.of("weights_epoch", epoch, why)
+        check_epoch(epoch, highest, time.time_ns())
         stays = request.stay_paused or self._is_paused(model, instances)
         with self._alone(model):
             start = time.monotonic()

@@ -69,8 +69,8 @@ MAX_USES, MAX_RANKS = 256, 1024  # of one rank host
 def rank_host_in(said: pb_ranks.RankHostState) -> RankHost:
     """Returns the rank host of a message. Raises InvalidRequest."""
     ref, uses = said.instance, said.uses
-    if len(uses) > MAX_USES or any(len(use.ranks) > MAX_RANKS for use in uses):
-        raise InvalidRequest.of("host.uses", len(uses), f"at most {MAX_USES} instances of {MAX_RANKS} ranks")
+    if len(uses) > MAX_USES or sum(len(use.ranks) for use in uses) > MAX_RANKS:
+        raise InvalidRequest.of("host.uses", len(uses), f"at most {MAX_USES} instances, {MAX_RANKS} ranks in all")
     names = [use.instance_id for use in uses]
     texts = (said.node_id, said.build, said.fingerprint)
     check_rank_host(ref.instance_id, ref.address, ref.incarnation, *texts, *names)

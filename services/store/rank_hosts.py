@@ -12,6 +12,7 @@ INTERVAL_S = 0.5
 LEASE_S = 3.0
 KEPT_S = 15.0  # for an instance that has been given hosts: until their own words say that its ranks run there
 MAX_HOSTS = 1024
+MAX_TOLD = 16  # hosts whose lacks are told
 RETRY_AFTER_MS = 1_000
 
 
@@ -93,6 +94,7 @@ class RankHosts:
     def place(self, asked: RankPlaces, now: float) -> tuple[list[str], str]:
         """Returns addresses of rank hosts for an instance, the emptiest first, and keeps them for it; or none, and
         why. Raises InvalidRequest for an incarnation that has been followed by a later one."""
+        self._forget(now)
         mine = self._kept.get(asked.name)
         if mine is not None and mine.incarnation > asked.incarnation:
             raise InvalidRequest(f"incarnation={asked.incarnation:x}: a later one has asked", field="instance")
@@ -130,7 +132,9 @@ class RankHosts:
 
     @staticmethod
     def _why_not(asked: RankPlaces, every: Sequence[RankHost], fits: dict[str, str], able: int) -> str:
-        lacks = "; ".join(f"{host.node_id} ({host.address}) {fits[host.name]}" for host in every if fits[host.name])
+        unfit = [host for host in every if fits[host.name]]
+        told = [f"{host.node_id} ({host.address}) {fits[host.name]}" for host in unfit[:MAX_TOLD]]
+        lacks = "; ".join([*told, *([f"and {len(unfit) - MAX_TOLD} more"] if len(unfit) > MAX_TOLD else [])])
         return f"{able} of {asked.hosts} rank hosts are there" + (f"; {lacks}" if lacks else "")
 
     def _forget(self, now: float) -> None:

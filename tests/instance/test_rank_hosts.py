@@ -181,8 +181,9 @@ async def test_what_a_front_may_not_ask_is_refused(monkeypatch: pytest.MonkeyPat
         with pytest.raises(KvmeshError, match="max_ranks=1: 1 ranks run here"):
             await Front(address, "other").link.open()
         await front.close()
-        with pytest.raises(KvmeshError, match="instance_id=''"):
-            await Front(address, "").link.open()
+        for name in ("", "x" * 257, "a\x1b[2J"):  # a store master would take this host no more
+            with pytest.raises(KvmeshError, match="an instance's name of 1 to 256 characters"):
+                await Front(address, name).link.open()
         monkeypatch.setattr(host_link, "build", lambda: "another")
         with pytest.raises((ProtocolMismatch, HandoffLost), match="build='another'"):
             await Front(address).link.open()

@@ -83,6 +83,8 @@ async def test_what_is_refused_changes_nothing(served: Served, folders: list[Pat
     before, epoch = await served.answer(), served.live.epoch
     one = make_checkpoint(tmp_path / "other", num_hidden_layers=4, intermediate_size=128)
     (one / "config.json").unlink()
+    index = shutil.copytree(folders[1], tmp_path / "index")
+    (index / "model.safetensors.index.json").mkdir()
     bad: list[tuple[NewWeights, type[KvmeshError], str]] = [
         (NewWeights(epoch, path=str(folders[1])), InvalidRequest, f"epoch={epoch}: must be greater than {epoch}"),
         (NewWeights(2**64, path=str(folders[1])), InvalidRequest, "epoch="),
@@ -90,12 +92,29 @@ async def test_what_is_refused_changes_nothing(served: Served, folders: list[Pat
         (NewWeights(9, path=str(one)), CheckpointError, r"has shape \[64, 128\].*rank 0"),
         (NewWeights(9, path=str(tmp_path / "none")), CheckpointError, "not a folder"),
         (NewWeights(9, segment=b"x", tensors=(m.RemoteTensor("a", "F32", (0,), 0),)), InvalidRequest, "tensors.a"),
+        (NewWeights(9, segment=b"x", tensors=(m.RemoteTensor("a", "F32", (2,) * 9, 0),)), InvalidRequest, "tensors.0"),
+        (NewWeights(9, path=str(tmp_path / ("n" * 300))), CheckpointError, "cannot be read: File name too long"),
+        (NewWeights(9, path=str(index)), KvmeshError, r"new weights cannot be opened.*rank 0"),
+        (NewWeights(2**64 - 1, path=str(folders[1])), InvalidRequest, "weights_epoch=18446744073709551615: at most"),
     ]
     for new, kind, words in bad:
         with pytest.raises(kind, match=words):
             await served.live.update(new, 30)
     assert served.live.epoch == epoch and not served.live.torn
     assert await served.answer() == before
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_trainer_cannot_stand_for_a_peer(served: Served, folders: list[Path]) -> None:
+    """Descriptors name segments, and KV goes to a name: one that a rank has open, or its own, is not replaced."""
+    for name in (served.both.drivers[0].client.ready.engine_name, served.both.drivers[1].client.ready.engine_name):
+        with TrainerSegment(EngineConfig(), name) as trainer:
+            with open_checkpoint(folders[1]) as checkpoint:
+                for tensor, info in checkpoint.tensors.items():
+                    trainer.add(tensor, info.dtype, info.shape, checkpoint.raw(tensor))
+            new = NewWeights(served.live.epoch + 1, segment=trainer.descriptor, tensors=trainer.tensors)
+            with pytest.raises(InvalidRequest, match="another segment of this name is in use"):
+                await served.live.update(new, 30)
 
 
 @pytest.mark.asyncio(loop_scope="module")

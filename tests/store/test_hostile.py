@@ -78,6 +78,7 @@ CASES = [
     Case("LendRanks", store_pb2.LendRanksRequest(), BAD, "host.instance.instance_id"),
     Case("LendRanks", lend(node_id="n" * 10_000), BAD, "host"),
     Case("LendRanks", lend(uses=[ranks_pb2.RankHostUse(ranks=range(2000))]), BAD, "host.uses"),
+    Case("LendRanks", lend(uses=[ranks_pb2.RankHostUse(ranks=range(1000))] * 2), BAD, "host.uses"),
     Case("PlaceRanks", store_pb2.PlaceRanksRequest(), BAD, "instance.instance_id"),
     Case("PlaceRanks", place(hosts=2**32 - 1), BAD, "hosts"),
     Case("PlaceRanks", place(fingerprint="f" * 10_000), BAD, "fingerprint"),

@@ -128,3 +128,17 @@ def test_what_an_instance_may_ask() -> None:
         request.instance.instance_id = "decode-0" if wrong else ""
         with pytest.raises(InvalidRequest):
             mapping.rank_places_in(request)
+
+
+def test_what_keeps_an_instance_waiting_is_short() -> None:
+    made = known(*(host(f"h{at:03}", build="2-b") for at in range(100)))
+    why = made.place(asked(), 0.0)[1]
+    assert why.count("another build") == 16 and why.endswith("; and 84 more")
+
+
+def test_what_was_kept_ends_though_no_host_lives() -> None:
+    made = known(host("a"))
+    assert made.place(asked(incarnation=2), 0.0)[0]
+    with pytest.raises(InvalidRequest, match="a later one has asked"):
+        made.place(asked(), KEPT_S - 1)
+    assert made.place(asked(), KEPT_S + 1) == ([], "0 of 1 rank hosts are there")

@@ -15,7 +15,7 @@ from kvmesh.engine.tensors import canonical_name
 from kvmesh.engine.weights_update import TensorSource, WeightsUpdate
 from kvmesh.errors import CheckpointError, InternalError, InvalidRequest, KvmeshError, TransferError
 from kvmesh.ranks import protocol as m
-from kvmesh.transfer import Opcode, TransferEngine, TransferRequest, TransferState
+from kvmesh.transfer import Opcode, SegmentDescriptor, TransferEngine, TransferRequest, TransferState
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -42,9 +42,16 @@ class TrainerTensors:
             name: found[name] for name in check_tensors(config, found, "the trainer's tensors")
         }
         self._engine = engine
-        self._segment = engine.open_segment(message.segment)
+        descriptor = SegmentDescriptor.decode(message.segment)
+        if _is_known(engine, descriptor.name):  # a trainer's must not stand for a peer's, to which KV goes
+            raise InvalidRequest.of("segment", descriptor.name[:80], "another segment of this name is in use here")
         largest = max(info.nbytes for info in self.tensors.values())
         self._bounce = engine.allocate(min(BOUNCE_BYTES, largest))
+        try:
+            self._segment = engine.open_segment(descriptor)
+        except BaseException:
+            engine.unregister_memory(self._bounce)
+            raise
 
     def check_mtp(self) -> None:
         raise CheckpointError(
@@ -87,6 +94,17 @@ class TrainerTensors:
         self._engine.unregister_memory(self._bounce)
 
 
+def _is_known(engine: TransferEngine, name: str) -> bool:
+    """Says whether `name` is that of this engine's own segment, or of one that is open."""
+    if name == engine.local_descriptor().name:
+        return True
+    try:
+        engine.rails(name)
+    except TransferError:
+        return False
+    return True
+
+
 class WeightsWorker:
     """Carries out PrepareWeights, ApplyWeights and DropWeights on the rank's main thread. `busy` says whether a step
     may still run; `between` is called after each layer."""
@@ -110,9 +128,13 @@ class WeightsWorker:
                 self.close()
                 try:
                     self._prepare(message)
-                except KvmeshError as error:
+                except Exception as error:  # whatever a folder or a trainer's tensors hold, the old weights serve on
                     self.close()
-                    self._send(m.WeightsPrepared(message.ticket, error.message, error.code, error.field or ""))
+                    known = error if isinstance(error, KvmeshError) else None
+                    if known is None:
+                        log.exception("new weights cannot be opened")
+                        known = InternalError(f"new weights cannot be opened: {error or type(error).__name__}")
+                    self._send(m.WeightsPrepared(message.ticket, known.message, known.code, known.field or ""))
                 else:
                     self._send(m.WeightsPrepared(message.ticket))
             case m.ApplyWeights(ticket):
