@@ -36,7 +36,8 @@ def warning(config: ServiceConfig) -> str:
         if not told.http_tls_cert:
             found.append("REST in plaintext (set http_tls_cert, http_tls_key)")
         if not told.api_keys:
-            found.append("anybody is served (set api_keys)")
+            more = ", and may change the weights of models (rollout)" if told.rollout else ""
+            found.append(f"anybody is served{more} (set api_keys)")
     if beyond and _kv_leaves_in_plaintext(told):
         found.append(
             "KV bytes travel in plaintext (set tls_cert, tls_key, tls_ca without transfer_network=trusted, or keep "

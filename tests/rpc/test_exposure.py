@@ -27,6 +27,7 @@ def test_beyond_it_each_listener_is_named_with_what_to_set(host: str) -> None:
     for part in ("gRPC in plaintext", "tls_cert", "REST in plaintext", "http_tls_cert", "api_keys", "metrics in plain"):
         assert part in said
     assert "\n" not in said and "KV bytes" not in said
+    assert "weights" not in said and "may change the weights" in warning(GatewayConfig(host=host, rollout=True))
 
 
 def test_what_is_guarded_is_left_out() -> None:
