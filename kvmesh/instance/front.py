@@ -21,7 +21,7 @@ from kvmesh.blockservice.peer_segments import PeerSegments
 from kvmesh.blockservice.tiers.config import checked_id
 from kvmesh.blockservice.warm.memory import WarmMemory
 from kvmesh.engine.axes import Axes
-from kvmesh.errors import ConfigError, FailedWeights, InternalError, InvalidRequest, KvmeshError, Paused
+from kvmesh.errors import ConfigError, FailedWeights, InternalError, InvalidRequest, KvmeshError, Overloaded, Paused
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
 from kvmesh.instance.host_link import RankHostLink, ranks_at
@@ -478,7 +478,10 @@ class Front:
 
     def resume(self) -> int:
         """Takes requests again; returns the epoch of the weights that they get. Raises FailedWeights while these are
-        not whole."""
+        not whole, and Overloaded while an update is under way: it must end before anything is computed."""
+        if any(front._live.changing for front in self._share_experts):
+            why = f"{self.instance_id}: an update of the weights is under way"
+            raise Overloaded(why, retry_after_ms=1000)
         if self._live.torn:
             raise FailedWeights(f"{self.instance_id}: {self._live.torn}: it needs another update first")
         for other in self._share_experts:

@@ -101,11 +101,16 @@ class LiveWeights:
         self._waiting: asyncio.Future[None] | None = None
         self._answers: dict[int, m.WeightsPrepared | m.WeightsApplied] = {}
 
+    @property
+    def changing(self) -> bool:
+        """Whether an update is under way."""
+        return self._waiting is not None
+
     async def update(self, new: NewWeights, deadline_s: float) -> WeightsTaken:
         """Takes other weights; no request may be in the instance. Raises InvalidRequest or CheckpointError where they
         cannot be taken, Overloaded while another update runs, DeadlinePassed, Unavailable when a rank is lost; then the
         old ones are still served. Raises FailedWeights when the instance has neither whole."""
-        if self._waiting is not None:
+        if self.changing:
             raise Overloaded("epoch: another update of the weights is under way", retry_after_ms=1000)
         new.check(self._highest)
         self._tickets += 1
