@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, ModelNotFound, Overloaded, Paused, Unavailable
@@ -31,15 +31,21 @@ Call = Callable[[Any, Instance], Awaitable[Any]]  # of an Instance stub
 
 
 class ModelControl:
-    """Carries out one order a model at a time. `instances` returns those that are known."""
+    """Carries out one order a model at a time. `instances` returns those that are known. An order that has begun is
+    carried out to its end though its caller goes away: half of an update would leave the model paused for ever."""
 
     def __init__(self, instances: Callable[[], Sequence[Instance]]) -> None:
         self._instances = instances
         self._busy: set[str] = set()
         self._paused: set[str] = set()  # by an order here, that no other has ended
+        self._orders: set[asyncio.Task[Any]] = set()
 
     async def pause(self, request: conductor_pb2.PauseModelRequest) -> conductor_pb2.PauseModelResponse:
-        """Raises ModelNotFound, Overloaded, or the first instance's error; then those stay paused that are."""
+        """Pauses all instances. Raises ModelNotFound, Overloaded, or the first instance's error; then those stay
+        paused that are."""
+        return await self._to_its_end(self._pause_model(request))
+
+    async def _pause_model(self, request: conductor_pb2.PauseModelRequest) -> conductor_pb2.PauseModelResponse:
         model, instances = self._of(request.model)
         until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
         with self._alone(model):
@@ -49,6 +55,9 @@ class ModelControl:
 
     async def resume(self, request: conductor_pb2.ResumeModelRequest) -> conductor_pb2.ResumeModelResponse:
         """Raises ModelNotFound, Overloaded, or the first instance's error, after all have been asked."""
+        return await self._to_its_end(self._resume_model(request))
+
+    async def _resume_model(self, request: conductor_pb2.ResumeModelRequest) -> conductor_pb2.ResumeModelResponse:
         model, instances = self._of(request.model)
         with self._alone(model):
             epochs = await self._resume(instances)
@@ -60,6 +69,11 @@ class ModelControl:
     ) -> conductor_pb2.UpdateModelWeightsResponse:
         """Pauses, updates and resumes. Instances that were paused before, or could not take the weights, stay paused.
         Raises as `pause` does, or the first error where no instance has taken the weights; then what ran goes on."""
+        return await self._to_its_end(self._update_model(request))
+
+    async def _update_model(
+        self, request: conductor_pb2.UpdateModelWeightsRequest
+    ) -> conductor_pb2.UpdateModelWeightsResponse:
         model, instances = self._of(request.model)
         until = time.monotonic() + _deadline_s(request.deadline_ms, UPDATE_MS)
         epoch = request.weights_epoch or time.time_ns()
@@ -91,6 +105,17 @@ class ModelControl:
         return conductor_pb2.UpdateModelWeightsResponse(
             model=model, weights_epoch=epoch, taken=taken, paused_seconds=paused_s, ended=ended
         )
+
+    async def _to_its_end(self, order: Coroutine[Any, Any, Answer]) -> Answer:
+        """Returns what the order does. It has deadlines of its own, so it ends."""
+        task = asyncio.create_task(order, name="model order")
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_end)
+            raise
 
     def _of(self, name: str) -> tuple[str, list[Instance]]:
         """Returns the model and its instances. Raises ModelNotFound."""
@@ -147,6 +172,12 @@ class ModelControl:
         if quietly:
             return [answer.weights_epoch for answer in answers if not isinstance(answer, KvmeshError)]
         return [answer.weights_epoch for answer in _good(answers)]
+
+
+def _log_end(order: asyncio.Task[Any]) -> None:
+    """Says what became of an order whose caller has gone."""
+    error = None if order.cancelled() else order.exception()
+    log.warning("an order was carried out after its caller had gone: %s", error or "done")
 
 
 class _Turn:
