@@ -171,7 +171,7 @@ def bounded_borders(
         rest = equal_compute_borders(tokens, chunks, cost, cached=start, block=block)
         if max(after - before for before, after in zip([start, *rest], rest, strict=False)) <= most:
             return [*ends, *rest]
-        chunks += 1
+        chunks += 1 + chunks // 32  # of many, a few more than are needed: each try takes as long as there are chunks
 
 
 def best_chunks(work_s: float, stages: int, step_s: float, most: int = 4096) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh import chunk_pipeline
 from kvmesh.chunk_pipeline import (
     ChunkCost,
     FittedChunkCost,
@@ -182,3 +185,20 @@ def test_the_best_number_of_chunks_has_no_better_neighbour(work: float, stages: 
 
     best = best_chunks(work, stages, step)
     assert through(best) <= min(through(best + 1), through(max(1, best - 1))) * (1 + 1e-12)
+
+
+def test_very_many_chunks_are_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed cost that is measured as next to nothing asks for chunks of one block."""
+    tries, found = 0, chunk_pipeline.equal_compute_borders
+
+    def counted(*sizes: Any, **more: Any) -> list[int]:
+        nonlocal tries
+        tries += 1
+        return found(*sizes, **more)
+
+    monkeypatch.setattr(chunk_pipeline, "equal_compute_borders", counted)
+    cost = ChunkCost(9e-6, 0.0, 1e-11)
+    ends = bounded_borders(105_602, 64, cost, cached=23_877, block=64, least=8, wanted=4096)
+    assert ends[-1] == 105_602
+    assert max(after - before for before, after in pairwise([23_877, *ends])) <= 64
+    assert tries < 60

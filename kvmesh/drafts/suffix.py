@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 MOST_TOKENS = 1 << 19  # of the answers to all prompts
+MOST_PROMPTS = 4096  # whose answers are kept though no row has them: each takes 1 KB, however short they are
 NONE = -1  # no place
 
 
@@ -89,8 +90,8 @@ class SuffixDrafter:
     name = "suffix"
     needs_hidden = False
 
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
-        self._most_tokens = most_tokens
+    def __init__(self, most_tokens: int = MOST_TOKENS, most_prompts: int = MOST_PROMPTS) -> None:
+        self._most_tokens, self._most_prompts = most_tokens, most_prompts
         self._rows: dict[int, _Row] = {}
         self._told: OrderedDict[bytes, AnswersTold] = OrderedDict()  # by prompt
         self._pins: dict[bytes, int] = {}
@@ -104,6 +105,8 @@ class SuffixDrafter:
         if key in self._told:  # where this row may have been before
             self._told.move_to_end(key)
             return
+        if len(self._told) >= self._most_prompts:
+            self._drop(lambda: len(self._told) > self._most_prompts * 3 // 4)
         self._told[key] = AnswersTold()
         self._learn(row, [int(token) for token in answer])
 
@@ -128,17 +131,18 @@ class SuffixDrafter:
         told = self._told[row.key]
         for token in tokens:
             if self.tokens >= self._most_tokens:
-                self._make_room()
+                self._drop(lambda: self.tokens > self._most_tokens * 3 // 4)
             if self.tokens >= self._most_tokens:
                 row.end = NONE
                 return
             row.end = told.add(row.end, token)
             self.tokens += 1
 
-    def _make_room(self) -> None:
-        """Drops answers to prompts that no row has, the longest unused first, until there is room for many tokens."""
+    def _drop(self, too_many: Callable[[], bool]) -> None:
+        """Drops answers to prompts that no row has, the longest unused first, while there are `too_many`: more than
+        must go, so that it is seldom called."""
         for key in [key for key in self._told if key not in self._pins]:
-            if self.tokens <= self._most_tokens * 3 // 4:
+            if not too_many():
                 return
             self.tokens -= len(self._told.pop(key))
 

@@ -479,7 +479,7 @@ class Front:
     def resume(self) -> int:
         """Takes requests again; returns the epoch of the weights that they get. Raises Overloaded while an update
         runs, FailedWeights while the weights are not whole."""
-        if any(other._live.under_way for other in self._share_experts):
+        if any(other._live.changing for other in self._share_experts):
             raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
         if self._live.torn:
             raise FailedWeights(f"{self.instance_id}: {self._live.torn}: it needs another update first")

@@ -107,11 +107,16 @@ class LiveWeights:
         self._waiting: asyncio.Future[None] | None = None
         self._answers: dict[int, m.WeightsPrepared | m.WeightsApplied] = {}
 
+    @property
+    def changing(self) -> bool:
+        """Whether an update is under way."""
+        return self._waiting is not None
+
     async def update(self, new: NewWeights, deadline_s: float) -> WeightsTaken:
         """Takes other weights; no request may be in the instance. Raises InvalidRequest or CheckpointError where they
         cannot be taken, Overloaded while another update runs, DeadlinePassed, Unavailable when a rank is lost; then the
         old ones are still served. Raises FailedWeights when the instance has neither whole."""
-        if self.under_way:
+        if self.changing:
             raise Overloaded("epoch: another update of the weights is under way", retry_after_ms=1000)
         new.check(self._highest)
         check_epoch(new.epoch, self._highest, time.time_ns())
@@ -162,11 +167,6 @@ class LiveWeights:
         finally:
             self._waiting = None
         return [self._answers[rank.rank] for rank in self._ranks]
-
-    @property
-    def under_way(self) -> bool:
-        """Whether an update runs: no request may come in before it ends."""
-        return self._waiting is not None
 
     def rank_said(self, rank: int, message: m.ToFront) -> bool:
         """Takes a rank's answer; False: the message is for somebody else."""

@@ -33,7 +33,8 @@ Call = Callable[[Any, Instance], Awaitable[Any]]  # of an Instance stub
 
 
 class ModelControl:
-    """Carries out one order a model at a time. `instances` returns those that are known."""
+    """Carries out one order a model at a time. `instances` returns those that are known. An order that has begun is
+    carried out to its end though its caller goes away: half of an update would leave the model paused for ever."""
 
     def __init__(self, instances: Callable[[], Sequence[Instance]]) -> None:
         self._instances = instances

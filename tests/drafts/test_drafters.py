@@ -119,6 +119,18 @@ def test_answers_are_bounded_and_kept_by_their_rows() -> None:
     assert not drafter._pins and not drafter._rows
 
 
+def test_prompts_with_short_answers_are_bounded() -> None:
+    drafter = SuffixDrafter(most_prompts=8)
+    drafter.begin(0, [0], [1, 2, 3])
+    for other in range(1, 100):
+        drafter.begin(other, [other], [2])
+        drafter.end(other)
+        assert len(drafter._told) <= 8
+        assert drafter.tokens == sum(map(len, drafter._told.values()))
+    drafter.begin(100, [0], [1, 2])
+    assert list(drafter.propose([100], [3])[0].tokens) == [3], "answers that a row has are kept"
+
+
 @pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])
 @given(st.data())
 @settings(max_examples=30)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvmesh.errors import FailedWeights, InvalidRequest
+from kvmesh.errors import FailedWeights, InvalidRequest, Overloaded
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.front import Front, fronts_of
 from kvmesh.instance.pausing import PauseMode
+from kvmesh.instance.served_weights import NewWeights
 from kvmesh.rpc.pb import common_pb2 as pb
 
 
@@ -47,9 +49,27 @@ async def test_weights_of_shared_experts_change_while_all_places_are_paused(tmp_
     await fronts[0].pause(PauseMode.FINISH, "", 1)
     with pytest.raises(InvalidRequest, match="pause all places of the instance first"):
         await fronts[0].update_weights(new, 1)
-    fronts[0]._live = SimpleNamespace(torn="", epoch=2)  # type: ignore[assignment]
-    fronts[1]._live = SimpleNamespace(torn="", epoch=1)  # type: ignore[assignment]
+    fronts[0]._live = SimpleNamespace(changing=False, torn="", epoch=2)  # type: ignore[assignment]
+    fronts[1]._live = SimpleNamespace(changing=False, torn="", epoch=1)  # type: ignore[assignment]
     with pytest.raises(FailedWeights, match=r"d0: d0\.dp1, whose experts it shares, has other weights"):
         fronts[0].resume()
     fronts[1]._live.epoch = 2  # type: ignore[misc]
     assert fronts[0].resume() == 2
+
+
+@pytest.mark.parametrize(("mesh", "asks"), [("dp=2", 0), ("dp=2,ep=dp", 1)])
+async def test_nothing_goes_on_while_the_weights_it_is_computed_with_change(
+    tmp_path: Path, mesh: str, asks: int
+) -> None:
+    fronts = places(tmp_path, mesh, [])
+    for front in fronts:
+        front.can_pause(on_weights=lambda: None)
+        await front.pause(PauseMode.FINISH, "", 1)
+    update = asyncio.create_task(fronts[0].update_weights(NewWeights(1, "/weights"), 10))
+    await asyncio.sleep(0)  # its ranks, which are none yet, are asked
+    with pytest.raises(Overloaded, match="its weights are being changed"):
+        fronts[asks].resume()
+    assert fronts[asks].not_ready_reason.startswith("paused")
+    update.cancel()
+    await asyncio.gather(update, return_exceptions=True)
+    assert fronts[asks].resume() == 0

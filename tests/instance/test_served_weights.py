@@ -180,7 +180,7 @@ def test_a_rank_outlives_whatever_opening_weights_raises() -> None:
 
 def test_an_instance_does_not_go_on_while_its_weights_are_being_changed() -> None:
     """Else requests would come in between the ranks' look at the new weights and the change."""
-    front: Any = SimpleNamespace(instance_id="a", _live=SimpleNamespace(under_way=True, torn="", epoch=0))
+    front: Any = SimpleNamespace(instance_id="a", _live=SimpleNamespace(changing=True, torn="", epoch=0))
     front._share_experts = (front,)
     with pytest.raises(Overloaded, match="a: its weights are being changed"):
         Front.resume(front)
