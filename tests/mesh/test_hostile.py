@@ -250,6 +250,9 @@ async def test_store_master_and_conductor(mesh: Running) -> None:
         "Explain": conductor_pb2.ExplainRequest(request_id="x"),
         "Cordon": conductor_pb2.CordonRequest(instance_id="x"),
         "GetScaleHints": conductor_pb2.GetScaleHintsRequest(),
+        "PauseModel": conductor_pb2.PauseModelRequest(model="x"),
+        "ResumeModel": conductor_pb2.ResumeModelRequest(model="x"),
+        "UpdateModelWeights": conductor_pb2.UpdateModelWeightsRequest(model="x"),
     }
     async with connect(mesh.mesh.addresses["conductor"]) as channel:
         await hostile.assault(channel, service(conductor_pb2, "Conductor"), conductor, seed=3, rounds=15, borne=ENDS)

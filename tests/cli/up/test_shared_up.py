@@ -187,7 +187,7 @@ def test_status_tells_blocks_hits_and_the_map(mesh: Up) -> None:
     screen = mesh.call("status")
     for words in (
         r"^prefill-0 +prefill one +ready",
-        r"^org-two-decode-0 +decode +org/two +ready",
+        r"^org-two-decode-0 +decode +org/two +tp2 +ready",
         r"^hit rate  \d",
         "1 pool node; ",
     ):
