@@ -16,15 +16,18 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import (
     blocks_pb2,
     conductor_pb2,
+    conductor_pb2_grpc,
     decode_pb2,
     doors_pb2,
     gateway_pb2,
     instance_pb2,
+    instance_pb2_grpc,
     prefill_pb2,
     store_pb2,
 )
 from tests.fuzz.conftest import Noise
 from tests.support import hostile
+from tests.support.mesh.client import until
 from tests.support.mesh.harness import Running, running_mesh
 from tests.support.messages import noisy
 from tests.support.paths import ROOT
@@ -36,6 +39,8 @@ PROMPT = [(i * 31 + i * i) % 200 + 20 for i in range(150)]
 BORNE = hostile.BORNE | {"DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_DENIED", "UNAUTHENTICATED", "ALREADY_EXISTS"}
 AT_ONCE = 4
 SILENCE_S = 0.1
+RESUME_S = 60.0
+PAUSING = ("PauseModel", "UpdateModelWeights", "Pause", "UpdateWeights")  # what they are asked for they do
 TARGETS = {
     gateway_pb2: ("Gateway", ["gateway"]), conductor_pb2: ("Conductor", ["conductor"]),
     store_pb2: ("StoreMaster", ["store"]), prefill_pb2: ("Prefill", ["prefill-0"]),
@@ -94,10 +99,32 @@ async def test_rpc(
     async with connect(mesh.mesh.addresses[process]) as channel, asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
             group.create_task(send(channel))
+    if method.name in PAUSING:
+        await _resume(mesh)
+        async with connect(mesh.mesh.addresses[process]) as channel:
+            await until(lambda: _serves(channel, service), "the instance to take requests again", RESUME_S)
     async with connect(mesh.mesh.addresses[process]) as channel:
         await hostile.alive(channel, service)
     assert mesh.all_pids() == pids, "every process lives on"
     print(f"{method.full_name}: {dict(seen)}")
+
+
+async def _resume(mesh: Running) -> None:
+    """Undoes what an operator's noise may have asked for."""
+    async with connect(mesh.mesh.addresses["decode-0"]) as channel:
+        stub = instance_pb2_grpc.InstanceStub(channel)  # type: ignore[no-untyped-call]
+        await stub.Resume(instance_pb2.ResumeRequest(), timeout=RESUME_S)
+    async with connect(mesh.mesh.addresses["conductor"]) as channel:
+        conductor = conductor_pb2_grpc.ConductorStub(channel)  # type: ignore[no-untyped-call]
+        await conductor.ResumeModel(conductor_pb2.ResumeModelRequest(model="demo-model"), timeout=RESUME_S)
+
+
+async def _serves(channel: Any, service: ServiceDescriptor) -> bool:
+    try:
+        await hostile.alive(channel, service)
+    except AssertionError:
+        return False
+    return True
 
 
 async def test_after_all_that_the_mesh_is_whole(mesh: Running) -> None:
