@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.doctor.findings import MARKS, Finding, screen
+from kvmesh.cli.models import DEMOS, demo_model
 from kvmesh.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
@@ -216,6 +217,8 @@ def _machines(store: str) -> list[RankMachine]:
 
 def _here(as_json: bool, model: str, store: str) -> int:
     """Looks at this machine and shows it; the exit status."""
+    if model in DEMOS and not Path(model).is_dir():
+        model = str(demo_model(model))
     machines = _machines(store) if model else []
     found = findings()
     if model:

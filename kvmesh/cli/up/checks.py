@@ -13,8 +13,9 @@ from kvmesh import extras
 from kvmesh.blockservice.tiers.config import check_object_url, make_ssd_folder
 from kvmesh.cli.up.plan import LOCALHOST, fixed_ports, segment_mb
 from kvmesh.cli.up.settings import INSTANCES, MeshSettings
-from kvmesh.errors import ConfigError
+from kvmesh.errors import CheckpointError, ConfigError
 from kvmesh.ranks.host_memory import available_bytes
+from kvmesh.ranks.speculation import NO_DRAFTS, check_speculation
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.rpc.server import check_port, join
 from kvmesh.transfer.segment_file import check_folder
@@ -102,6 +103,26 @@ def check_ranks(settings: MeshSettings) -> None:
                 why = err.message.partition(": ")[2]
                 text = f"{key}={getattr(settings, key)}: {why} in {served.path} (--{key.replace('_', '-')})"
                 raise ConfigError(text, field=key) from None
+
+
+def check_drafts(settings: MeshSettings) -> None:
+    """Raise ConfigError that names the flag unless all ranks that decode can verify drafts, and every model has the
+    head that is to make them. Models are folders."""
+    if settings.speculate == NO_DRAFTS:
+        return
+    for service in ("decode", "coupled"):
+        if settings.groups(service):
+            check_speculation(settings.speculate, settings.axes(service))
+    if "mtp" not in settings.speculate:
+        return
+    from kvmesh.engine.checkpoint import open_checkpoint
+
+    for served in settings.served:
+        try:
+            open_checkpoint(served.path).check_mtp()
+        except CheckpointError as err:
+            text = f"speculate={settings.speculate!r}: {err.message} (--speculate)"
+            raise ConfigError(text, field="speculate") from None
 
 
 def _check_gpus(settings: MeshSettings) -> None:

@@ -117,7 +117,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
 
     from kvmesh.cli.up import joining
     from kvmesh.cli.up import mesh as meshes
-    from kvmesh.cli.up.checks import check_own_ports, check_ranks, check_reach, check_redis, check_tiers
+    from kvmesh.cli.up.checks import check_drafts, check_own_ports, check_ranks, check_reach, check_redis, check_tiers
     from kvmesh.cli.up.hashing import fingerprints
     from kvmesh.cli.up.rank_hosts import RankHostWatch, machines_wanted
     from kvmesh.cli.up.screen import StartProgress, joins
@@ -129,6 +129,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
         out.print(joins(settings, found), soft_wrap=True)
     check_own_ports(settings)
     check_ranks(settings)
+    check_drafts(settings)
     check_redis(settings)
     check_tiers(settings)
     if settings.api_keys:  # a bad file is told before anything is started

@@ -179,6 +179,8 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
         ("--prefill-mesh=pp=3", "prefill_mesh=pp=3: must divide the model's "),
         ("--decode-mesh=tp=2,dcp=2", "decode_mesh=tp=2,dcp=2: must divide the 1 of tp=2 ranks that have the same KV"),
         ("--decode-mesh=cp=2,interleave=1", "decode_mesh='cp=2,interleave=1': an instance keeps what a rank has of a "),
+        ("--decode-mesh=pp=2 --speculate=ngram", "speculate='ngram' with pp=2: drafts are verified by one rank, or by"),
+        ("--speculate=mtp", "speculate='mtp': "),
         ("--memory-mb=-1", "memory_mb='-1' (from --memory-mb): must be at least 0"),
         ("--prefill-tp=0", "prefill_tp='0' (from --prefill-tp): must be at least 1"),
         ("--store-eviction=mru", "store_eviction='mru' (from --store-eviction): choose one of lru, lfu, length"),
@@ -187,7 +189,7 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
 @pytest.mark.slow
 def test_up_refuses_what_no_instance_could_use_before_it_starts_one(starts: Starts, flag: str, line: str) -> None:
     """In a folder on disk."""
-    told = starts.refused("up", "--http-port=0", "--grpc-port=0", flag)
+    told = starts.refused("up", "--http-port=0", "--grpc-port=0", *flag.split())
     assert told.startswith(line), told
     assert not list(starts.folder.rglob("logs"))
 
