@@ -59,7 +59,7 @@ def test_tokens_are_those_of_a_request_alone(device: Device, monkeypatch: pytest
     monkeypatch.setattr(FrontAndRankWithHead, "device", device, raising=False)
     monkeypatch.setattr(FrontAndRankWithHead, "ahead", False)
     run_state_machine_as_test(FrontAndRankWithHead, settings=settings(SETTINGS, max_examples=15))
-    assert FrontAndRankWithHead.drafted > FrontAndRankWithHead.kept > 0  # prompts and sampling are not of its texts
+    assert FrontAndRankWithHead.drafted > FrontAndRankWithHead.kept  # of random prompts few, of some runs none
 
 
 class ChecksHidden(MtpDrafter):
