@@ -18,7 +18,7 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.rollout import RolloutClient, RolloutGroup, RolloutRefused, TrainerSegment, WeightsUpdated
 from tests.support.checkpoints import make_checkpoint
 from tests.support.mesh.client import prompt, until
-from tests.support.mesh.direct import members, model_card
+from tests.support.mesh.direct import model_card
 from tests.support.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
@@ -57,7 +57,8 @@ def steps(start: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def live(start: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    flags = {"gateway": {"rollout": True}, "prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 2}}
+    ranks = {"tensor_parallel": 2, "rollout_folders": str(tmp_path_factory.getbasetemp())}
+    flags = {"gateway": {"rollout": True}, "prefill": ranks, "decode": ranks}
     folder = tmp_path_factory.mktemp("run")
     async with running_mesh(start, folder, block_tokens=16, memory_mb=32, flags=flags) as running:
         yield running
@@ -168,14 +169,14 @@ async def test_modes_of_a_pause(live: Running, steps: list[Path]) -> None:
         assert await mesh.pause("finish") == 0
         assert (await finishing).finished == 2
         await mesh.resume()
-        with pytest.raises(RolloutRefused, match="not a folder"):
+        with pytest.raises(RolloutRefused, match="path='/nowhere' is outside of rollout_folders"):
             await mesh.update_weights(path="/nowhere")
         assert (await mesh.group(prompt(4, 20, VOCAB), 1, max_tokens=4)).finished == 1  # the old ones are served on
 
 
 async def test_a_rank_killed_in_an_update_ends_its_instance_and_no_other(live: Running, steps: list[Path]) -> None:
     """A frozen rank holds the update up, so that its death comes in the middle. The other instance has the new weights,
-    whole; the one that starts anew has those of its checkpoint, and gets no work before an update."""
+    whole; the one that starts anew has those of its checkpoint, and gets no work before it has fetched the newest."""
     old = live.pid("decode-0")
     victim = live.rank_pids("decode-0")[1]
     async with client(live) as mesh:
@@ -193,12 +194,18 @@ async def test_a_rank_killed_in_an_update_ends_its_instance_and_no_other(live: R
         assert not told["prefill-0"] and "SIGKILL" in told["decode-0"]
         await live.reborn("decode-0", old)
 
-        async def known() -> bool:
-            return "decode-0" in await members(live) and any(
-                "update them" in i.not_ready_reason for i in await live._told()
+        async def caught_up() -> bool:
+            found = {i.instance.instance_id: i for i in await live._told()}
+            return (
+                "decode-0" in found
+                and found["decode-0"].card.weights_epoch == update.epoch
+                and all(i.ready for i in found.values())
             )
 
-        await until(known, "the new decode-0, of old weights")
+        await until(caught_up, "the new decode-0, of the newest weights", 60)
+        group = await mesh.group(prompt(6, 30, VOCAB), 2, max_tokens=8, ignore_eos=True)
+        assert [sample.token_ids for sample in group.samples] == [[102] * 8] * 2
+        assert group.samples[0].token_epochs == [update.epoch] * 8
         mended = await mesh.update_weights(path=str(steps[3]))
         assert mended.whole
         group = await mesh.group(prompt(5, 30, VOCAB), 2, max_tokens=8, ignore_eos=True)
