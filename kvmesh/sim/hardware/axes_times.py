@@ -79,8 +79,8 @@ class AxesRoofline:
         dispatched, in FP8. `mlp_over`=("tp",) keeps MLPs whole at each rank of cp, which then multiplies its own tokens
         alone. A token's experts lie on at most `expert_nodes` nodes. `micro_batches`=2 hides all-to-all of rows under
         the other half's computing. A prompt is cut into chunks of equal compute, none over `chunk_tokens`, where a
-        pipeline has several stages. `mtp` loads the model's MTP head. Raises ConfigError for axes that the model's heads or layers do not divide by, or a
-        GPU that lacks units for FP8."""
+        pipeline has several stages. `mtp` loads the model's MTP head. Raises ConfigError for axes that the model's
+        heads or layers do not divide by, or a GPU that lacks units for FP8."""
         if weight_dtype not in WEIGHTS:
             raise ConfigError(
                 f"weight_dtype={weight_dtype!r}: choose one of {', '.join(WEIGHTS)}", field="weight_dtype"
