@@ -49,7 +49,8 @@ SLO_TTFT_S, SLO_TOKEN_S = 10.0, 1 / 15
 LAYOUTS = {"CP": "tp={n},dcp={n}", "DP": "dp={n},ep=dp"}
 # Tokens of a step beside rows, at each copy of dp: steps of about 0.15 s for both. Of one that only computes prompts.
 MIXED_CHUNK = {"CP": 4096, "DP": 1024}
-CHUNK, BATCH = {"CP": 32_768, "DP": 8192}, {"CP": 32_768, "DP": 65_536}
+# The planner gives a chunk of a longer prompt a step of its own, so of dp whole prompts go: one at each copy.
+CHUNK, BATCH = {"CP": 32_768, "DP": 32_768}, {"CP": 32_768, "DP": 8 * 32_768}
 
 
 def times_of(gpu: Hardware, layout: str, gpus: int, mtp: bool) -> AxesRoofline:

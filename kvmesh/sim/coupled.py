@@ -254,8 +254,10 @@ class Coupled:
     def _admit(self) -> None:
         """Prompts get all of their pages, in order, while there are any."""
         reserve = self.rows.growth(1)  # what the rows that run take before their next step
-        budget = self._slots * self._budget - sum(g.total - g.computed for g in self._prefilling)
-        while self._waiting and budget > 0 and rules.has_seat(self.running, self._limits):
+        budgets = [self._budget] * self._slots
+        for guest in self._prefilling:
+            budgets[guest.slot] -= guest.total - guest.computed
+        while self._waiting and max(budgets) > 0 and rules.has_seat(self.running, self._limits):
             guest = self._waiting[0]
             # The last token is always computed: it gives the next one.
             usable = guest.request.keys[: (guest.total - 1) // self._block] if self.caches else ()
@@ -270,19 +272,19 @@ class Coupled:
             guest.computed = len(found) * self._block
             if guest.record.first_token_s != guest.record.first_token_s:
                 guest.record.cached_tokens = guest.computed
-            guest.slot = self._emptiest()
+            guest.slot = self._emptiest([slot for slot, budget in enumerate(budgets) if budget > 0])
             self._prefilling.append(guest)
-            budget -= guest.total - guest.computed
+            budgets[guest.slot] -= guest.total - guest.computed
 
-    def _emptiest(self) -> int:
-        """Returns the copy of dp that has, or will have, the fewest tokens."""
+    def _emptiest(self, slots: list[int]) -> int:
+        """Returns that of these copies of dp which has, or will have, the fewest tokens."""
         if self._slots == 1:
             return 0
         tokens = [0] * self._slots
         for row in (*self._prefilling, *self.rows.rows):
             assert isinstance(row, CoupledRow)
             tokens[row.slot] += self.rows.now_of(row) if row in self.rows.rows else row.total
-        return tokens.index(min(tokens))
+        return min(slots, key=tokens.__getitem__)
 
     def _room(self) -> int:
         """For how many steps the rows have pages, at most until the first is over; whoever has to make room does."""
