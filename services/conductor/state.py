@@ -99,6 +99,10 @@ class ConductorState:
         instance = self._fleet.named(instance_id)
         return instance.model.weights_epoch if instance is not None else 0
 
+    def epoch_ordered(self, name: str, fingerprint: str, epoch: int) -> None:
+        """Takes it that an order has given a model weights of this epoch: instances with older ones get no work."""
+        self._fleet.epoch_ordered(name, fingerprint, epoch)
+
     def views(self, now: float, among: Iterable[Instance] | None = None) -> list[InstanceView]:
         """Returns what GetStatus shows of all instances, or of those `among` the given ones that are still known."""
         known = self._fleet if among is None else (i for i in among if self._is_known(i))

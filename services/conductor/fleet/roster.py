@@ -35,7 +35,11 @@ class Fleet:
         self._round: list[Instance] = []  # as `_instances`, as long as nobody comes or goes
         self._kin: dict[str, Counter[tuple[object, ...]]] = {}  # instances by model name and KV identity
         self.known_models: dict[str, None] = {}  # ever served here
-        self._newest: dict[tuple[str, str], int] = {}  # weights epoch that was ever told, by model name and fingerprint
+        # Weights epochs by model name and fingerprint: what an order here has made, how many instances have which, and
+        # the newest that is believed.
+        self._ordered: dict[tuple[str, str], int] = {}
+        self._epochs: dict[tuple[str, str], Counter[int]] = {}
+        self._newest: dict[tuple[str, str], int] = {}
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -90,7 +94,8 @@ class Fleet:
         self._round = []
         model = event.model
         fits = self._fits.setdefault((model.name, model.compute_identity), ModelFits())
-        self._newest[model.name, model.fingerprint] = max(self.newest_epoch(model), model.weights_epoch)
+        self._epochs.setdefault((model.name, model.fingerprint), Counter())[model.weights_epoch] += 1
+        self._learn_epoch(model.name, model.fingerprint)
         instance = self._instances[event.ref.instance_id] = Instance(
             event, slot, fits, MembershipLease(pulse), now, self._confidence
         )
@@ -111,18 +116,42 @@ class Fleet:
         instance.leave()
         model = instance.model
         self._kin[model.name] -= Counter([model.kv_identity])
+        self._epochs[model.name, model.fingerprint] -= Counter([model.weights_epoch])
+        self._learn_epoch(model.name, model.fingerprint)
         if replaced:
             self._replaced[instance.ref.life] = None
             if len(self._replaced) > MAX_REPLACED:
                 self._replaced.popitem(last=False)
 
+    def epoch_ordered(self, name: str, fingerprint: str, epoch: int) -> None:
+        """Takes it that an order has given a model weights of this epoch. It is forgotten with its last instance."""
+        known = self._ordered.get((name, fingerprint), 0)
+        self._ordered[name, fingerprint] = max(known, epoch)
+        self._learn_epoch(name, fingerprint)
+
+    def _learn_epoch(self, name: str, fingerprint: str) -> None:
+        """Believes the newest epoch that an order here has made, or that at least half of the model's instances have
+        reached: one instance alone, whatever it says of itself, must not take the work from all others."""
+        key = name, fingerprint
+        epochs = self._epochs.get(key)
+        if not epochs:
+            for known in (self._epochs, self._ordered, self._newest):
+                known.pop(key, None)
+            return
+        half, reached = epochs.total() / 2, 0
+        for epoch in sorted(epochs, reverse=True):
+            reached += epochs[epoch]
+            if reached >= half:
+                self._newest[key] = max(epoch, self._ordered.get(key, 0))
+                return
+
     def newest_epoch(self, model: ModelCard) -> int:
-        """Returns the newest weights epoch of this model that any instance has had."""
+        """Returns the newest weights epoch of this model that is believed."""
         return self._newest.get((model.name, model.fingerprint), 0)
 
     def stale(self, instance: Instance) -> str:
-        """Returns why an instance must get no work though it is ready: others have had newer weights than it has; ""
-        where none have. One that starts anew has the weights of its checkpoint again."""
+        """Returns why an instance must get no work though it is ready: its model has newer weights; "" where
+        it has not. One that starts anew has the weights of its checkpoint again."""
         own, newest = instance.model.weights_epoch, self.newest_epoch(instance.model)
         return f"has weights of epoch {own}, the model is at epoch {newest}: update them" if own < newest else ""
 
