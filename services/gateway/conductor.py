@@ -155,7 +155,7 @@ class Conductor:
             try:
                 return await one.call(method, request, timeout_s + ORDER_GRACE_S)
             except KvmeshError as err:
-                if not isinstance(err, _UNREACHABLE):
+                if not isinstance(err, (*_UNREACHABLE, RequestCancelled)):
                     raise
                 failure = failure or self._named(err, one)
         assert failure is not None, "there is a conductor"

@@ -7,13 +7,17 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from kvmesh.errors import CheckpointError, FailedWeights, InvalidRequest, OrderLapsed, Overloaded
 from kvmesh.instance.pausing import PauseMode
-from kvmesh.rpc.pb import common_pb2, conductor_pb2
+from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from kvmesh.rpc.server import Server
 from kvmesh.services.conductor.model_control import ModelControl
+from kvmesh.services.gateway.conductor import Conductor as GatewayConductors
 from tests.support.fronts_of_orders import OrderedFront, ordered_fronts
 from tests.support.nodes import until
 
@@ -117,6 +121,39 @@ async def test_two_conductors_do_not_order_at_once(tmp_path: Path) -> None:
         assert any(isinstance(answer, conductor_pb2.UpdateModelWeightsResponse) for answer in both)
         assert all(front.works for front in fronts)
         assert len({front.live.epoch for front in fronts}) == 1
+
+
+class LosesAnswers(conductor_pb2_grpc.ConductorServicer):
+    """Carries an update out, and loses the answer of the first."""
+
+    def __init__(self, control: ModelControl, *, loses: bool) -> None:
+        self.control, self.loses, self.asked = control, loses, 0
+
+    async def UpdateModelWeights(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.asked += 1
+        answer = await self.control.update(request)
+        if self.loses:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        return answer
+
+
+async def test_an_order_whose_answer_is_lost_is_carried_out_once_by_two_conductors(tmp_path: Path) -> None:
+    async with ordered_fronts(tmp_path, "a", "b") as fronts:
+        services = [LosesAnswers(conductor(fronts), loses=loses) for loses in (True, False)]
+        servers = [Server("127.0.0.1", 0) for _ in services]
+        for service, server in zip(services, servers, strict=True):
+            conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
+        ports = [await server.start() for server in servers]
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        gateway = GatewayConductors(addresses, timeout_s=5, retry_s=1, max_waiting=1)
+        try:
+            answer = await gateway.order("UpdateModelWeights", update(7), 20.0)
+        finally:
+            await gateway.close()
+            await asyncio.gather(*(server.stop(0) for server in servers))
+        assert [service.asked for service in services] == [1, 1]
+        assert [(one.weights_epoch, one.bytes) for one in answer.taken] == [(7, 1), (7, 1)]
+        assert [(front.live.updates, front.half.ended, front.works) for front in fronts] == [([7], 1, True)] * 2
 
 
 def resume(order_id: str = "") -> conductor_pb2.ResumeModelRequest:

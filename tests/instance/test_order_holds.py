@@ -103,6 +103,7 @@ class Orderer:
     took: int = 0
     new: list[int] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)  # where an instance has not heard of it for a lease
     failed: bool = False
 
 
@@ -200,7 +201,10 @@ class Conductors(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2))
     def is_cut_off(self, at: int) -> None:
         """An instance hears of no conductor until its lease has ended."""
-        self.places[at % len(self.places)].holds._pass(self.now + LEASE)
+        at %= len(self.places)
+        self.places[at].holds._pass(self.now + LEASE)
+        for one in self.live:
+            one.lost.add(at)
 
     @rule(at=st.integers(0, 2), pauses=st.booleans())
     def by_hand(self, at: int, pauses: bool) -> None:
@@ -224,6 +228,13 @@ class Conductors(RuleBasedStateMachine):
             for at, place in enumerate(self.places[: one.paused]):
                 running = place.holds.running(self.now)
                 assert running is None or running[0] != one.order or not place.works(self.now) or at in one.ended
+
+    @invariant()
+    def nobody_takes_an_instance_from_one_who_renews(self) -> None:
+        for one in getattr(self, "live", []):
+            for at in set(range(one.held)) - one.lost - one.ended:
+                running = self.places[at].holds.running(self.now)
+                assert running is not None and running[0] == one.order
 
     @invariant()
     def no_two_epochs_exchange_kv(self) -> None:

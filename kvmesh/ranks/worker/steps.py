@@ -152,7 +152,9 @@ class Steps:
         share_ppm = self.share_ppm if share_ppm is None else share_ppm
         drafts = False
         if self._speculator is not None and prefill is None:
-            drafts = self._speculator.hopes(self.rows.handles(), share_ppm)
+            # Where no row has room for a draft nothing is worth the wait for the step in flight.
+            room = self.begin is None or any(self.rows.room_for_drafts(bool(self._snapshots)))
+            drafts = room and self._speculator.hopes(self.rows.handles(), share_ppm)
         if self.begin is not None and prefill is None and not drafts:
             self._run_ahead(self.begin)
             return
@@ -270,17 +272,21 @@ class Steps:
         """Runs a step that verifies drafts of the live rows; returns False, and does nothing, where there is none."""
         assert self._speculator is not None
         rows, handles, began = self.rows, self.rows.handles(), time.monotonic_ns()
-        found = self._speculator.propose(handles, rows.room_for_drafts(bool(self._snapshots)), share_ppm)
-        if not any(one.draft.tokens for one in found):
-            return False
-        batch, roles, start = rows.batch(), rows.live_roles(), time.monotonic_ns()
-        drafts, variants = [], []
-        for row, one in enumerate(found):
-            draft = until_stop(one.draft.tokens, rows.stops(row))
-            behind = self._variants.of(handles[row], batch.params[row], draft) if draft else []
-            drafts.append(list(draft[: len(behind)]))
-            variants.append(behind)
-        step = expand(batch, drafts, variants)
+        try:
+            found = self._speculator.propose(handles, rows.room_for_drafts(bool(self._snapshots)), share_ppm)
+            if not any(one.draft.tokens for one in found):
+                return False
+            batch, roles, start = rows.batch(), rows.live_roles(), time.monotonic_ns()
+            drafts, variants = [], []
+            for row, one in enumerate(found):
+                draft = until_stop(one.draft.tokens, rows.stops(row))
+                behind = self._variants.of(handles[row], batch.params[row], draft) if draft else []
+                drafts.append(list(draft[: len(behind)]))
+                variants.append(behind)
+            step = expand(batch, drafts, variants)
+        except Exception as error:  # a drafter's fault, or what a row's grammar makes of its draft
+            self._drafted_failed(handles, error)
+            return True
         hidden: list[torch.Tensor] = []
         drafted = [roles[row] for row, draft in enumerate(drafts) if draft] if self._snapshots else []
         states = self._snapshots.keep(drafted)
@@ -295,10 +301,7 @@ class Steps:
             self._run(None, True, between_layers)
             return True
         except Exception as error:
-            if self._runner.mesh.world.size > 1 and not isinstance(error, KvmeshError):
-                raise  # the other ranks may not have failed, so it is unknown where they stand
-            log.exception("decode step failed")
-            self._rows_failed(handles, error)
+            self._drafted_failed(handles, error)
             return True
         end = time.monotonic_ns()
         scored = [
@@ -337,6 +340,14 @@ class Steps:
         self._rows_lost(said.bad, faults)
         self._share.add(len(step.batch.positions) - len(handles), time.monotonic_ns() - began)
         return True
+
+    def _drafted_failed(self, handles: Sequence[int], error: Exception) -> None:
+        """Ends the rows of a step with drafts that has raised `error`, as those of any other step; raises it where
+        other ranks may not have failed, for then it is unknown where they stand."""
+        if self._runner.mesh.world.size > 1 and not isinstance(error, KvmeshError):
+            raise error
+        log.error("decode step failed", exc_info=error)
+        self._rows_failed(handles, error)
 
     def _roll_back(
         self,
