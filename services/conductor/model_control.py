@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, ModelNotFound, Overloaded
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, ModelNotFound, Overloaded, Paused
 from kvmesh.kvcache.keys import check_epoch
 from kvmesh.rpc import status
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, instance_pb2
 from kvmesh.rpc.running_orders import RunningOrders
+from kvmesh.services.conductor.domain import NewestWeights
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.mapping import ref_out
 from kvmesh.services.conductor.order_lease import LEASE_S, OrderLease, call_all, good
@@ -32,22 +33,26 @@ PAUSE_MS, UPDATE_MS, MOST_MS = 60_000, 600_000, 3_600_000
 RESUME_S = 10.0
 MOST_PAUSE_MS = 7 * 86_400_000
 MAX_ORDER_ID = 64
+CATCH_UP = "fetching the weights"  # begins the reason of a pause that this is
+MAX_REASON = 300
 GRACE_S = 2.0  # after its deadline an instance's own word is still waited for
 
 
 class ModelControl:
-    """Carries out one order a model at a time. `instances` returns those that are known; `on_epoch` is told the model's
-    name, its fingerprint and the epoch that an update has given it. An order that has begun is carried out to its end
-    though its caller goes away, and one that is repeated is answered as the first time."""
+    """Carries out one order a model at a time. `instances` returns those that are known; `on_weights` is told the
+    model's name, its fingerprint and the weights that an update has given it.
+
+    An order that has begun is carried out to its end though its caller goes away, and one that is repeated is answered
+    as the first time."""
 
     def __init__(
         self,
         instances: Callable[[], Sequence[Instance]],
-        on_epoch: Callable[[str, str, int], None] = lambda name, fingerprint, epoch: None,
+        on_weights: Callable[[str, str, NewestWeights], None] = lambda name, fingerprint, weights: None,
         lease_s: float = LEASE_S,
     ) -> None:
         self._instances = instances
-        self._on_epoch = on_epoch
+        self._on_weights = on_weights
         self._lease_s = lease_s
         self._orders = RunningOrders()
         self._busy: set[str] = set()
@@ -93,9 +98,11 @@ class ModelControl:
             lease = self._lease(instances, order_id)
             if result := await lease.begin(time.monotonic() + RESUME_S):
                 return conductor_pb2.ResumeModelResponse.FromString(result)
-            answers = good(await lease.end(ends_pause=True))
-        epoch = max(answer.weights_epoch for answer in answers)
-        return conductor_pb2.ResumeModelResponse(model=model, weights_epoch=epoch, instances=len(answers))
+            answer = conductor_pb2.ResumeModelResponse(model=model, instances=len(instances))
+            answer.weights_epoch = max(instance.model.weights_epoch for instance in instances)
+            told = good(await lease.end(answer.SerializeToString(), ends_pause=True))
+            answer.weights_epoch = max(one.weights_epoch for one in told)
+        return answer
 
     async def update(
         self, request: conductor_pb2.UpdateModelWeightsRequest
@@ -134,7 +141,7 @@ class ModelControl:
             except BaseException:
                 await lease.release()
                 raise
-            self._on_epoch(model, new[0].model.fingerprint, epoch)
+            self._on_weights(model, new[0].model.fingerprint, NewestWeights(epoch, request.source.path))
             answer.taken.extend(taken)
             answer.paused_seconds = time.monotonic() - start
             behind = [instance for instance in instances if instance not in new]
@@ -147,6 +154,32 @@ class ModelControl:
 
     def _lease(self, instances: Sequence[Instance], order_id: str) -> OrderLease:
         return OrderLease(instances, instance_pb2.OrderRef(id=order_id, conductor=self._name), self._lease_s)
+
+    def is_busy(self, model: str) -> bool:
+        """Whether an order for this model is being carried out."""
+        return model in self._busy
+
+    async def catch_up(self, members: Sequence[Instance], epoch: int, path: str, deadline_s: float) -> None:
+        """Gives the members that are one instance, which gets no work, the weights that others of its model have, and
+        lets it go on unless the model is paused. It holds nothing by a lease, so that it delays no order of others: who
+        dies in the middle leaves it paused, and the next leader goes on. Raises the first member's error: it stays
+        paused then, and says why."""
+        model, until = members[0].model.name, time.monotonic() + deadline_s
+        if any(instance.model.weights_epoch < epoch for instance in members):
+            await self._pause(None, members, common_pb2.PAUSE_MODE_ABORT, until, f"{CATCH_UP} of epoch {epoch}")
+            for one in await self._take(None, members, epoch, common_pb2.WeightsSource(path=path), until):
+                if one.HasField("error"):
+                    error = status.from_detail(one.error)
+                    reason = f"{CATCH_UP} of epoch {epoch}: {error.message}"[:MAX_REASON]
+                    until = time.monotonic() + RESUME_S
+                    await self._pause(None, members, common_pb2.PAUSE_MODE_ABORT, until, reason)
+                    raise error
+        with self._alone(model):  # an order that is carried out here may have paused the others for itself alone
+            others = [i for i in self._instances() if i.model.name == model and i not in members]
+            if others and all(i.not_ready_reason.startswith(Paused.PREFIX) for i in others):
+                return
+            request = instance_pb2.ResumeRequest()
+            good(await call_all(members, lambda stub, _: stub.Resume(request, timeout=RESUME_S)))
 
     def _of(self, name: str) -> tuple[str, list[Instance]]:
         """Returns the model and its instances. Raises ModelNotFound."""
@@ -165,7 +198,7 @@ class ModelControl:
         return _Turn(self._busy, model)
 
     async def _pause(
-        self, lease: OrderLease, instances: Sequence[Instance], mode: Any, until: float, reason: str
+        self, lease: OrderLease | None, instances: Sequence[Instance], mode: Any, until: float, reason: str
     ) -> int:
         ended = 0
         for decodes in (True, False):
@@ -173,7 +206,7 @@ class ModelControl:
             if left_s <= 0:
                 raise DeadlinePassed("the instances were not paused in time", field="deadline_ms")
             order = instance_pb2.PauseRequest(
-                mode=mode, deadline_ms=max(1, int(1000 * left_s)), reason=reason, order=lease.ref
+                mode=mode, deadline_ms=max(1, int(1000 * left_s)), reason=reason, order=lease and lease.ref
             )
             these = [instance for instance in instances if instance.role.decodes is decodes]
             answers = await call_all(these, lambda stub, _: stub.Pause(order, timeout=left_s + GRACE_S))  # noqa: B023
@@ -182,7 +215,7 @@ class ModelControl:
 
     async def _take(
         self,
-        lease: OrderLease,
+        lease: OrderLease | None,
         instances: Sequence[Instance],
         epoch: int,
         source: common_pb2.WeightsSource,
@@ -190,7 +223,7 @@ class ModelControl:
     ) -> list[common_pb2.WeightsTaken]:
         left_s = max(0.1, until - time.monotonic())
         order = instance_pb2.UpdateWeightsRequest(
-            weights_epoch=epoch, source=source, deadline_ms=max(1, int(1000 * left_s)), order=lease.ref
+            weights_epoch=epoch, source=source, deadline_ms=max(1, int(1000 * left_s)), order=lease and lease.ref
         )
         answers = await call_all(instances, lambda stub, _: stub.UpdateWeights(order, timeout=left_s + GRACE_S))
         return [

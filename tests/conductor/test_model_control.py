@@ -16,6 +16,7 @@ from kvmesh.errors import CheckpointError, FailedWeights, InvalidRequest, OrderL
 from kvmesh.instance.pausing import PauseMode
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from kvmesh.rpc.server import Server
+from kvmesh.services.conductor.domain import NewestWeights
 from kvmesh.services.conductor.model_control import ModelControl
 from kvmesh.services.gateway.conductor import Conductor as GatewayConductors
 from tests.support.fronts_of_orders import OrderedFront, ordered_fronts
@@ -210,12 +211,12 @@ async def test_who_is_paused_by_hand_stays_so_until_it_is_resumed_or_as_long_as_
 async def test_one_that_cannot_take_the_weights_gets_no_work_until_it_has_some(tmp_path: Path) -> None:
     async with ordered_fronts(tmp_path, "a", "b") as fronts:
         a, b = fronts
-        told: list[tuple[str, str, int]] = []
+        told: list[tuple[str, str, NewestWeights]] = []
         control = ModelControl(lambda: [one.known for one in fronts], lambda *one: told.append(one))
         b.live.error = CheckpointError("no such folder", field="path")
         answer = await control.update(update(7))
         assert [one.HasField("error") for one in answer.taken] == [False, True]
-        assert a.works and not b.works and told == [("m", "ff", 7)]
+        assert a.works and not b.works and told == [("m", "ff", NewestWeights(7, "/w"))]
         await control.resume(resume())
         assert not b.works
         b.live.error = None
@@ -226,7 +227,7 @@ async def test_one_that_cannot_take_the_weights_gets_no_work_until_it_has_some(t
             front.live.error = CheckpointError("no such folder", field="path")
         with pytest.raises(CheckpointError):
             await control.update(update(9))
-        assert a.works and b.works and told[1:] == [("m", "ff", 8)]
+        assert a.works and b.works and told[1:] == [("m", "ff", NewestWeights(8, "/w"))]
 
 
 async def test_a_mixture_stays_out_of_work_when_its_lease_ends(tmp_path: Path) -> None:
