@@ -175,7 +175,12 @@ class ModelControl:
                     await self._pause(None, members, common_pb2.PAUSE_MODE_ABORT, until, reason)
                     raise error
         with self._alone(model):  # an order that is carried out here may have paused the others for itself alone
-            others = [i for i in self._instances() if i.model.name == model and i not in members]
+            others = [
+                i
+                for i in self._instances()
+                # Two that catch up at once do not wait for each other.
+                if i.model.name == model and i not in members and CATCH_UP not in i.not_ready_reason
+            ]
             if others and all(i.not_ready_reason.startswith(Paused.PREFIX) for i in others):
                 return
             request = instance_pb2.ResumeRequest()

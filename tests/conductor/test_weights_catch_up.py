@@ -138,6 +138,9 @@ async def test_what_cannot_be_fetched_stays_paused_and_says_why() -> None:
         assert await tick(30, (instance(address=address, why_not=mine), NEWEST)) == ["pause", "7 /steps/7", "resume"]
         # A conductor ended after the weights had come: the next one lets the instance go on.
         assert await tick(40, (instance("a", 2, 7, address, mine), NEWEST)) == ["resume"]
+        # All others catch up, too: none waits for another.
+        beside = instance("b", epoch=7, why_not=mine), NewestWeights()
+        assert await tick(45, (instance("a", 2, 7, address, mine), NEWEST), beside) == ["resume"]
         # The model is paused: the instance has the newest weights then, and stays paused with the others.
         others = instance("b", epoch=7, why_not=f"{Paused.PREFIX}by an operator"), NEWEST
         stopped = instance("a", 3, 0, address, f"{Paused.PREFIX}by an operator"), NEWEST
