@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import KvmeshError, UnknownInstance
@@ -30,6 +30,7 @@ from kvmesh.services.conductor.domain import (
     MemberJoined,
     MembersReset,
     ModelCard,
+    NewestWeights,
     OrderEnded,
     OutOfStep,
     Refuse,
@@ -94,10 +95,20 @@ class ConductorState:
         """All known instances, in the order in which they registered."""
         return list(self._fleet)
 
+    def newest_weights(self) -> Iterator[tuple[Instance, NewestWeights]]:
+        """Yields the instances of models whose weights have changed, each with the newest weights of its model."""
+        for instance in self._fleet:
+            if (newest := self._fleet.newest_weights(instance.model)).epoch:
+                yield instance, newest
+
     def weights_epoch(self, instance_id: str) -> int:
         """Returns the weights epoch that the instance has registered with; 0 for one that is not known."""
         instance = self._fleet.named(instance_id)
         return instance.model.weights_epoch if instance is not None else 0
+
+    def weights_ordered(self, name: str, fingerprint: str, weights: NewestWeights) -> None:
+        """Takes it that an order has given a model these weights: instances with older ones get no work."""
+        self._fleet.weights_ordered(name, fingerprint, weights)
 
     def views(self, now: float, among: Iterable[Instance] | None = None) -> list[InstanceView]:
         """Returns what GetStatus shows of all instances, or of those `among` the given ones that are still known."""

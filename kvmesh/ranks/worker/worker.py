@@ -53,6 +53,7 @@ from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import host_region
+from kvmesh.ranks.worker.weights_sources import WeightsLimits
 from kvmesh.ranks.worker.weights_worker import WeightsWorker
 from kvmesh.transfer import Notification, Range, TransferEngine
 from kvmesh.transfer.transports.registry import described
@@ -164,7 +165,9 @@ class Worker:
         )
         self._settings = f"{settings}; {memory.pages_use}" if memory.pages_use else settings
         self.profiler = StepProfiler(self.steps, self._runner, send)
-        self.weights = WeightsWorker(self._runner, self.engine, lambda: self.wants_step, send, between)
+        self.weights = WeightsWorker(
+            self._runner, self.engine, WeightsLimits(configure), lambda: self.wants_step, send, between
+        )
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
@@ -247,7 +250,8 @@ class Worker:
         )
 
     def _layout_text(self, shapes: Sequence[GroupShape] | None = None) -> str:
-        """Returns what is kept here, of these cache groups (None: of all)."""
+        """Returns what is kept here, of these cache groups (None: of all). The epoch is the one that the instance was
+        started with: layouts name folders, which outlive updates. Keys name the epoch of now."""
         c, shapes = self._configure, self._shapes if shapes is None else shapes
         epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
         begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica
