@@ -202,11 +202,11 @@ def test_rows_beside_a_chunk_have_drafts_only_where_that_is_asked_for() -> None:
 
 
 def test_each_copy_of_dp_computes_a_prompt_of_its_own() -> None:
-    """Two prompts of four chunks each that come together: four steps of both, and one copy needs eight."""
-    ends = []
+    """Two prompts of four chunks each that come together: the second is four steps behind the first at one copy, and
+    one step at two, since the first begins alone."""
+    behind = []
     for slots in (1, 2):
         config = coupled(MeshMode.COUPLED_CHUNKED, spec=node(slots=slots), chunk_tokens=64, batch_tokens=64)
-        records = served(config, [request(0, 0.0, 256, 1), request(1, 0.0, 256, 1)])
-        ends.append([one.finish_s for one in records])
-    assert ends[1][0] == ends[1][1] < ends[0][1]
-    assert ends[0][0] < ends[0][1]
+        first, second = served(config, [request(0, 0.0, 256, 1), request(1, 0.0, 256, 1)])
+        behind.append(second.finish_s - first.finish_s)
+    assert behind[1] < 0.4 * behind[0]

@@ -63,6 +63,7 @@ def test_the_steady_pool_finishes_as_much(driven: dict[Mode, Driven]) -> None:
     assert len(driven[Mode.PREDICTED].done) > 0.9 * len(driven[Mode.EARLY].done)
 
 
+@pytest.mark.slow
 def test_no_prefill_is_paid_for_what_is_refused(driven: dict[Mode, Driven]) -> None:
     """All that was computed is decoded: nothing but what is still on its way."""
     loop = driven[Mode.PREDICTED]

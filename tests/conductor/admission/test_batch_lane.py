@@ -281,15 +281,11 @@ def story(
     return *found, lane  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "cores", "pair"),
-    [
-        pytest.param(4.0, 0, 1, id="4"),
-        *(
-            pytest.param(rate, cores, pair, id=name, marks=pytest.mark.slow)
-            for rate, cores, pair, name in [(8.0, 0, 1, "8"), (4.0, 2, 2, "4 shared"), (8.0, 2, 2, "8 shared")]
-        ),
-    ],
+    [(4.0, 0, 1), (8.0, 0, 1), (4.0, 2, 2), (8.0, 2, 2)],
+    ids=["4", "8", "4 shared", "8 shared"],
 )
 def test_interactive_requests_hardly_feel_it(rate: float, cores: int, pair: int) -> None:
     """The finding: at the usual SLOs everything is idle, and 40 of the lane made TTFT and TBT ten times as long. Here
