@@ -110,7 +110,6 @@ class Moody(Speculator):
 class FrontAndDraftingRank(FrontAndRank):
     drafted = 0
     kept = 0
-    beside = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +125,6 @@ class FrontAndDraftingRank(FrontAndRank):
         assert counts.kept[0] == self.world.kept
         type(self).drafted += counts.drafted[0]
         type(self).kept += counts.kept[0]
-        type(self).beside += self.world.drafts_beside
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(True, id="ahead"), pytest.param(False, id="in-turn")])
@@ -137,7 +135,21 @@ def test_whatever_is_drafted_tokens_are_those_of_a_request_alone(
     monkeypatch.setattr(FrontAndDraftingRank, "ahead", ahead)
     run_state_machine_as_test(FrontAndDraftingRank, settings=SETTINGS)
     assert FrontAndDraftingRank.drafted > FrontAndDraftingRank.kept > FrontAndDraftingRank.drafted / 4
-    assert FrontAndDraftingRank.beside, "rows draft in steps that compute prompts"
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(True, id="ahead"), pytest.param(False, id="in-turn")])
+def test_rows_draft_in_steps_that_compute_prompts(device: Device, ahead: bool) -> None:
+    drafter = Foresees()
+    drafter.world = world = World(device, ahead, Speculator([drafter], 5, adapts=False))
+    world.start((1, 2, 3), 0, 20, 20, 0, 6)
+    world.step()
+    world.hear()
+    for seed in range(3):
+        world.start((4, 5, seed + 6), 0, 6, 6, 0, 2)
+        world.step()
+        world.hear()
+    assert world.drafts_beside
+    world.wind_down()
 
 
 def keeps_everything(sampled: Sequence[int], draft: Sequence[int]) -> int:
