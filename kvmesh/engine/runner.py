@@ -189,10 +189,12 @@ class Runner:
         cuda_graphs: bool,
         max_rows: int | None = None,
         max_tokens: int | None = None,
+        max_drafts: int = 0,
     ) -> None:
         """Computes over these pages from here on, in place of those before. `cuda_graphs`: decode steps of up to
         `max_rows` rows, and steps that compute prompts of up to `max_tokens` tokens, are captured at once and replayed
-        (on a CUDA device; None: as many as that is good for, 0: none). A group's ranks call this together, once they
+        (on a CUDA device; None: as many as that is good for, 0: none), and with `max_drafts` decode steps of up to
+        `max_rows` requests with as many drafted tokens each. A group's ranks call this together, once they
         are connected."""
         self._check_pages(pages)
         self.memory = (pages,) if isinstance(pages, torch.Tensor) else tuple(pages)
@@ -219,7 +221,7 @@ class Runner:
         if cuda_graphs and capturable:
             with torch.inference_mode():
                 # Of a step with prompts, what exchanged experts send depends on all places' tokens: it is not captured.
-                self._capture(max_rows, max_tokens if self.rounds is None else 0)
+                self._capture(max_rows, max_tokens if self.rounds is None else 0, max_drafts)
 
     def _backend(self, pages: torch.Tensor, layers: Sequence[int]) -> AttentionBackend:
         if self.config.latent is None:
@@ -287,7 +289,7 @@ class Runner:
                 f"[n, *{list(self.layout.shape)}] {self._dtype} on {self.device}"
             )
 
-    def _capture(self, max_rows: int | None, max_tokens: int | None) -> None:
+    def _capture(self, max_rows: int | None, max_tokens: int | None, max_drafts: int = 0) -> None:
         from kvmesh.engine.capture import CudaCapture
         from kvmesh.engine.graphs import MAX_ROWS, DecodeGraphs
         from kvmesh.engine.pieces import PieceGraphs, piece_sizes
@@ -304,6 +306,7 @@ class Runner:
                 capture,
                 self.mesh.world,
                 max_rows or MAX_ROWS,
+                max_drafts,
             )
             if self.rounds is not None:
                 self.rounds.sizes = self.graphs.sizes
@@ -312,14 +315,15 @@ class Runner:
                 self.model, self.attention, piece_sizes(self._own, max_tokens), capture, self.expert_counts
             )
 
-    def _replayable(self, tokens: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """Computes a decode step's logits by launches that can be captured. Rows that stand for none are at position 0,
-        where no decode row is, and choose no expert that is counted."""
+    def _replayable(self, tokens: torch.Tensor, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes what the last layer makes of a decode step, and logits, by launches that can be captured. Rows that
+        stand for none are at position 0, where no decode row is, and choose no expert that is counted."""
         positions, counts = plan.positions, self.expert_counts
         if self.rounds is not None:
             self.rounds.padded = len(tokens)  # rows that exchanged experts send, those for none among them
         with nullcontext() if counts is None else counts.only(counts.once(positions > 0)):
-            return self.model.logits(self.model.hidden(tokens, positions, _attend(plan, None)))
+            hidden = self.model.hidden(tokens, positions, _attend(plan, None))
+            return hidden, self.model.logits(hidden)
 
     def prefill(
         self, items: Sequence[PrefillInput], on_layer: Callable[[int], None] | None = None
@@ -352,7 +356,7 @@ class Runner:
         first, then the items. `on_scores(i, scores)` gets those of the targets of item i; without it none are made.
         At a stage before the last, `on_late` gets what waits for the rows' tokens, and none are returned; without it
         the step waits for them. `on_hidden` gets what the last layer has made of the decode rows, `[rows, width]`, at
-        the last stage; such a step is not replayed from a graph."""
+        the last stage."""
         if not items and not len(rows.positions):
             return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
@@ -376,13 +380,16 @@ class Runner:
         if not self._stage.last:
             params = ()
         ready = self._sampler.prepare(params, indices, self.config.vocab_size, beside)
-        graphs, size = self.graphs if not items and on_hidden is None else None, None
+        graphs, size = self.graphs if not items else None, None
         if self.rounds is not None:
             self.rounds.begin(end, graphs is not None and graphs.holds(self._tables(rows)))
             size = self.rounds.replayed
         if graphs is not None:
-            logits = graphs.logits(rows.token_ids, self._tables(rows), rows.positions, size=size)
+            pages = self._tables(rows)
+            logits = graphs.logits(rows.token_ids, pages, rows.positions, size=size, lengths=rows.lengths)
             if logits is not None:
+                if on_hidden is not None:
+                    on_hidden(graphs.hidden(count).clone())
                 return [], self._choose(logits, ready)
         plan = self._plan(rows, items)
         self._stage.begin()

@@ -90,6 +90,7 @@ STAGES = (
           pytest_run("tests/gpu/test_mesh.py"), alone=False),
     Stage("ceilings", "copies, products, the bus, the cost of a launch", 60, measured("ceilings")),
     Stage("decode", "decode attention, share of the copy's bandwidth", 120, measured("decode")),
+    Stage("drafted", "decode attention with drafts, against plain rows", 90, measured("drafted")),
     Stage("model", "steps of a model of 8B's shape: MBU, MFU", 240, measured("model")),
     Stage("profile", "where the time of a step goes, and what the GPU idles", 120, measured("profile")),
     Stage("prefill", "prefill attention beside torch's SDPA", 90, measured("prefill")),

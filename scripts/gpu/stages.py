@@ -246,6 +246,35 @@ def decode(report: Report) -> None:
         report.line("; ".join(told[at : at + 4]))
 
 
+def drafted(report: Report) -> None:
+    """Attention of requests with drafts of 3 and 7 tokens against that of plain rows, and of as many rows apart."""
+    told = []
+    for rows, context in ((2, 17),) if report.dry else ((1, 65536), (8, 8192), (32, 8192), (64, 2048)):
+        paged = Paged(report, [context] * rows, 2 if report.dry else layers_for([context] * rows))
+        times = {}
+        for drafts, together in ((0, True), (3, True), (7, True), (7, False)):
+            each = 1 + drafts
+            pages = [own for own in paged.requests for _ in range(each)]
+            positions = [context - drafts + at for _ in range(rows) for at in range(each)]
+            backend, qkv = paged.backend, paged.qkv(rows * each)
+            if together and drafts:
+                plan = backend.plan_drafts(pages, positions, [each] * rows, ())
+            else:
+                plan = backend.plan_decode(pages, positions)
+
+            def layers(paged: Paged = paged, plan: Any = plan, qkv: Any = qkv) -> None:
+                for layer in range(paged.layers):
+                    plan.attend(layer, qkv)
+
+            took = times[drafts, together] = replayed(report, layers) / paged.layers
+            report.row(rows=rows, context=context, drafts=drafts, together=together, seconds=took)
+        plain, few, many, apart = times.values()
+        more = f"{few / plain:.2f} with 3 drafts, {many / plain:.2f} with 7, {apart / plain:.2f} with 7 apart"
+        told.append(f"{rows} x {context}: {plain * 1e6:.0f} us, times {more}")
+    for line in told:
+        report.line(line)
+
+
 def prefill(report: Report) -> None:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
@@ -314,7 +343,7 @@ class Latents:
 def latent(report: Report) -> None:
     """Latent attention: decode, whose limit is reading rows once or, with 128 heads, products; chunks, both ways."""
     from kvmesh.engine.attention.backend import TokenSpan
-    from kvmesh.engine.attention.triton_backend import DecodeTables
+    from kvmesh.engine.attention.triton_backend import LaunchedTables
     from kvmesh.engine.kernels.latent_decode import CANDIDATES, head_tiles
     from kvmesh.engine.kernels.latent_prefill import CANDIDATES as EXPANDED
 
@@ -328,7 +357,7 @@ def latent(report: Report) -> None:
         for variant in (served,) if report.dry else (served, *(v for v in CANDIDATES if v != served)):
             backend.variant, backend.tile, backend.resident = variant, variant.keys, variant.resident
             backend.share_programs = head_tiles(heads, variant)
-            backend.decode_tables = DecodeTables(backend, len(contexts), max(map(len, made.requests)))
+            backend.decode_tables = LaunchedTables(backend)
             plan = backend.plan_decode(made.requests, contexts)
 
             def layers(plan: Any = plan, made: Latents = made, qkv: Any = qkv) -> None:
@@ -682,7 +711,7 @@ def links(report: Report) -> None:
     report.line(f"an all-reduce and an all-gather of one rank in a graph: {took * 1e6:.1f} us")
 
 
-STAGES = (environment, ceilings, decode, prefill, latent, small, model, sampler, profile, moves, links)
+STAGES = (environment, ceilings, decode, drafted, prefill, latent, small, model, sampler, profile, moves, links)
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ Zoo = Callable[[str], Path]
 class One:
     """One model over its pages, one request at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, block_tokens: int = BLOCK) -> None:
         checkpoint = open_checkpoint(path)
-        layout = shard_layout(checkpoint.config, "float32", BLOCK)
+        layout = shard_layout(checkpoint.config, "float32", block_tokens)
         self.pages = torch.full((24, *layout.shape), torch.nan)
-        self.runner = Runner(checkpoint, "float32", "cpu", BLOCK, self.pages)
+        self.runner = Runner(checkpoint, "float32", "cpu", block_tokens, self.pages)
 
     def begin(self, prompt: list[int], pages: tuple[int, ...], sample: SampleParams) -> int:
         [first] = self.runner.prefill([PrefillInput(prompt, 0, pages, sample)])

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -134,6 +135,37 @@ def test_mixed_steps_by_pieces_equal_launched_ones(zoo: Zoo, name: str, dtype: s
         for replayed, launched in zip(told[0], told[2], strict=True):
             assert replayed == pytest.approx(launched, abs=near)
         assert told[1] == pytest.approx(told[3], rel=1e-2, abs=1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_with_drafts_equal_rows_alone(zoo: Zoo, name: str, dtype: str) -> None:
+    """Uneven requests, by graphs and launched: each row says what it says where its request's rows have no program in
+    common, over the same K and V."""
+    runner = engine(zoo(name), dtype=dtype, cuda_graphs=False).runner
+    runner.use_pages(runner.attention.pages, True, max_rows=4, max_tokens=0, max_drafts=7)
+    graphs = runner.graphs
+    assert graphs is not None and not graphs.failed
+    assert (graphs.sizes, graphs.drafted_sizes) == ((1, 2, 4), (2, 4, 8, 16, 24, 32))
+    for step, lengths in enumerate(((8, 1), (2, 5, 1), (3,), (8, 8, 8, 8), (1, 7, 2, 4))):
+        rows = [
+            DecodeInput(7 * i + at + 1, 28 + 3 * i + at, tuple(range(6 * i, 6 * i + 6)), SampleParams(logprobs=4))
+            for i, length in enumerate(lengths)
+            for at in range(length)
+        ]
+        told = []
+        for used, together in ((graphs, True), (None, True), (None, False)):
+            runner.graphs = used
+            runner.attention.pages.normal_(generator=torch.Generator("cuda").manual_seed(step), std=0.5)
+            batch = DecodeBatch.of(rows)
+            if together:
+                batch = batch._replace(lengths=np.array(lengths, np.int64))
+            _, chosen = runner.step((), batch)
+            told.append([[p for _, p in token.top] for token in chosen.tokens()])
+        near = 2e-4 if dtype == "float32" else 6e-2
+        for replayed, launched, apart in zip(*told, strict=True):
+            assert replayed == pytest.approx(apart, abs=near)
+            assert launched == pytest.approx(apart, abs=near)
 
 
 def test_seeded_sampling_runs_on_the_device(zoo: Zoo) -> None:

@@ -103,7 +103,7 @@ class ContextAttention:
         self.share = ContextShare.of(mesh.axes, mesh.rank, backend.block_tokens)
         self.group: Group = mesh.group("cp", "dcp")
         self.cp: Group = mesh.group("cp")
-        self.dcp = mesh.axes.dcp
+        self.dcp = self.parts.heads_times = mesh.axes.dcp
         if self.group.size != self.share.turns:
             raise InternalError(f"{self.group.size} ranks share a context by {self.share.turns} turns")
         self.specs, self.device, self.dtype = backend.specs, backend.device, backend.dtype
@@ -117,20 +117,25 @@ class ContextAttention:
         return self.backend.num_pages * self.block_tokens * self.share.turns
 
     def plan_mixed(
-        self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]
+        self,
+        pages: Sequence[Sequence[int]],
+        positions: Integers,
+        spans: Sequence[TokenSpan],
+        drafted: Integers | None = None,
     ) -> ContextPlan:
-        """Plans one step of decode rows and spans, as `AttentionBackend.plan_mixed` does."""
+        """Plans one step of decode rows and spans, as `AttentionBackend.plan_mixed` does; `drafted` are the rows of
+        each request, as of `plan_drafts`."""
         starts = np.array([*np.asarray(positions, dtype=np.int64), *(span.start for span in spans)], dtype=np.int64)
         lengths = np.array([*[1] * len(pages), *(span.length for span in spans)], dtype=np.int64)
         tables = [*pages, *(span.pages for span in spans)]
-        return ContextPlan(self, Sequences(starts, lengths), tables)
+        return ContextPlan(self, Sequences(starts, lengths), tables, drafted)
 
     def plan_drafts(
         self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
     ) -> ContextPlan:
         """Plans as `AttentionBackend.plan_drafts` does: what a row of a draft sees here follows from its own
-        position."""
-        return self.plan_mixed(pages, positions, spans)
+        position. A backend may read what lies here once for all rows of a request."""
+        return self.plan_mixed(pages, positions, spans, lengths)
 
     def plan_prefill(self, spans: Sequence[TokenSpan]) -> ContextPlan:
         return self.plan_mixed((), (), spans)
@@ -158,8 +163,18 @@ class ContextAttention:
 class ContextPlan(StepPlan):
     """Attends for one step. `positions` are those of the step's tokens that this rank computes."""
 
-    def __init__(self, attention: ContextAttention, sequences: Sequences, pages: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        attention: ContextAttention,
+        sequences: Sequences,
+        pages: Sequence[Sequence[int]],
+        drafted: Integers | None = None,
+    ) -> None:
         self.attention, self.sequences = attention, sequences
+        self._owners = np.arange(len(pages))  # whose table each sequence has: a request's rows have the first one's
+        if drafted is not None:
+            own = np.asarray(drafted, np.int64)
+            self._owners[: own.sum()] = np.repeat(np.cumsum(own) - own, own)
         share, ranks, rank = attention.share, attention.cp.size, attention.cp.rank
         ends = sequences.starts + sequences.lengths
         attention.table.update(pages, share.local_lens(ends))
@@ -208,7 +223,7 @@ class ContextPlan(StepPlan):
         for deal in self.deals:
             before = first
             for row in np.flatnonzero(asks & (deal.counts > 0)).tolist():
-                runs.append(QueryRun(first, int(deal.counts[row]), row, int(seen[row])))
+                runs.append(QueryRun(first, int(deal.counts[row]), int(self._owners[row]), int(seen[row])))
                 first += int(deal.counts[row])
             self.asking_counts.append(first - before)
         own = self.deals[attention.cp.rank]

@@ -131,7 +131,10 @@ class ContextTable:
 
 class PartBackend:
     """Attends to parts of contexts in the pages of `backend`, through torch on any device. `plan` says what the queries
-    of a step see; `attend` then serves every layer. Layers have no windows: see `by_context`."""
+    of a step see; `attend` then serves every layer. Layers have no windows: see `by_context`. `heads_times`: how many
+    ranks' heads ask at once."""
+
+    heads_times = 1
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend, self.specs = backend, backend.specs

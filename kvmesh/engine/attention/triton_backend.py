@@ -82,8 +82,9 @@ class ShareBackend(Protocol):
     block_tokens: int
     device: torch.device
 
-    def queries_for(self, rows: int) -> int:
-        """Returns how many rows of a request a program takes where requests have up to so many."""
+    def queries_for(self, rows: int, times: int = 1) -> int:
+        """Returns how many rows of a request a program takes where requests have up to so many, with `times` as many
+        heads as the backend's."""
 
     def share_sizes(self, queries: int) -> ShareSizes:
         """Returns the sizes of shares of requests of up to so many rows."""
@@ -111,8 +112,8 @@ class TritonAttention(AttentionBackend):
         self.variant = usual(self.head_dim, pages.element_size(), self.block_tokens)  # of prefill
         self.decode_tables = LaunchedTables(self)
 
-    def queries_for(self, rows: int) -> int:
-        return queries_for(rows, self.num_heads // self.kv_heads)
+    def queries_for(self, rows: int, times: int = 1) -> int:
+        return queries_for(rows, times * self.num_heads // self.kv_heads)
 
     def share_sizes(self, queries: int) -> ShareSizes:
         return ShareSizes(self.share_programs, self.resident, self.tile)  # a KV head's program has all rows

@@ -58,7 +58,7 @@ class TritonLatent(LatentBackend):
         self.share_programs, self.share_dim = max(1, head_tiles(self.num_heads, self.variant)), self.latent
         self.decode_tables = LaunchedTables(self)
 
-    def queries_for(self, rows: int) -> int:
+    def queries_for(self, rows: int, times: int = 1) -> int:
         return queries_for(rows, 1)  # their heads are cut into tiles anyway
 
     def variant_of(self, queries: int) -> LatentVariant:

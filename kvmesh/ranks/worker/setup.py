@@ -26,6 +26,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks import sizing
 from kvmesh.ranks.host_memory import available_bytes
+from kvmesh.ranks.speculation import NO_DRAFTS
 from kvmesh.ranks.wake import axes_of
 from kvmesh.ranks.worker.device import extents_room, weight_bytes
 from kvmesh.ranks.worker.device_cuda import cuda_device
@@ -67,6 +68,7 @@ class RankSetup:
         self.configure = msgspec.structs.replace(configure, dtype=dtype, steps=steps)
         self.ahead, self._ahead_why = sizing.choose_order(configure.async_steps, self._kind, configure.world_size)
         self.rows = steps.get("max_running", 0)
+        self.max_drafts = 0 if configure.speculate == NO_DRAFTS else configure.max_draft_tokens
         self.tokens = sizing.step_tokens(steps, configure.block_tokens)
         chosen = [key for key, value in configure.steps.items() if not value]
         sizes = ", ".join(f"{key} {value:,}" for key, value in steps.items())
@@ -264,6 +266,9 @@ class RankSetup:
         if graphs is not None:
             sizes = ", ".join(str(size) for size in graphs.sizes) or "no"
             told.append(f"CUDA graphs of {sizes} rows")
+            if graphs.drafted_sizes:
+                sizes = ", ".join(str(size) for size in graphs.drafted_sizes)
+                told.append(f"CUDA graphs of {sizes} rows with drafts")
             if graphs.sizes and graphs.sizes[-1] < self.rows:
                 told.append(f"more than {graphs.sizes[-1]} rows are launched one by one")
             if graphs.failed:
@@ -281,12 +286,14 @@ class RankSetup:
         c = self.configure
         if not c.cuda_graphs:
             return 0
-        from kvmesh.engine.graphs import MAX_ROWS, buckets  # imports triton
+        from kvmesh.engine.graphs import MAX_ROWS, buckets, drafted_buckets  # imports triton
 
         own = share_of(self._config, axes_of(c))
         rows, sizes = min(self.rows, MAX_ROWS), piece_sizes(own, self.most_tokens) if self.tokens else ()
         tokens = sizes[-1] if sizes else 0
-        steps = len(buckets(rows) if rows else ()) + len(sizes)
+        drafted = drafted_buckets(rows, self.max_drafts) if rows else ()
+        steps = len(buckets(rows) if rows else ()) + len(drafted) + len(sizes)
+        rows = max((rows, *drafted))
         return sizing.step_bytes(self._config, tokens, rows, layout.itemsize) + sizing.GRAPH_BYTES * steps
 
     def _need(self, layout: ShardLayout, copies: int) -> sizing.PageNeed:

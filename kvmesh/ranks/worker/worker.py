@@ -126,7 +126,7 @@ class Worker:
             )
             self.memory.open_extents(self._extent_region, extents)
             over = self.memory.page_blocks.tensors if self._shapes else self.memory.pages
-            self._runner.use_pages(over, configure.cuda_graphs, setup.rows, setup.most_tokens)
+            self._runner.use_pages(over, configure.cuda_graphs, setup.rows, setup.most_tokens, setup.max_drafts)
             self._warm_up()
             self.memory.open_pages(self.engine)
         except BaseException:

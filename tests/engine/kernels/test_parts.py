@@ -19,9 +19,11 @@ QUERIES = (1, 1, 3, 1, 20)  # the last are rows of no kernel
 
 def runs() -> list[QueryRun]:
     firsts = np.cumsum(QUERIES) - QUERIES
-    return [
+    made = [
         QueryRun(int(f), n, row, seen) for row, (f, n, seen) in enumerate(zip(firsts, QUERIES, LENGTHS, strict=True))
     ]
+    # A draft's row apart from its request's others, as ranks of cp have it.
+    return [*made, QueryRun(sum(QUERIES), 1, 3, LENGTHS[3] - 1), QueryRun(sum(QUERIES) + 1, 1, 0, LENGTHS[0] - 40 + 1)]
 
 
 def same(mine: PartBackend, right: PartBackend, q: torch.Tensor, table: np.ndarray, tolerance: float) -> None:
@@ -46,7 +48,7 @@ def test_keys_and_values(shape: Shape, processors: int, device: torch.device, mo
     mine = part_backend(triton_backend.TritonAttention(memory.pool, shape.heads, specs))
     assert isinstance(mine, triton_parts.TritonParts)
     right = PartBackend(TorchAttention(memory.pool, shape.heads, specs))
-    q = memory.qkv(sum(QUERIES))[:, : shape.heads]
+    q = memory.qkv(sum(QUERIES) + 2)[:, : shape.heads]
     same(mine, right, q, memory.table.clamp(min=0).cpu().numpy(), shape.tolerance)
 
 
@@ -62,5 +64,5 @@ def test_latents(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     made = TritonLatent(pages, sizes, [up, up])
     mine = part_backend(made)
     assert isinstance(mine, triton_parts.TritonLatentParts)
-    q = torch.randn(sum(QUERIES), 6, 40, generator=torch.Generator().manual_seed(2)).to(device)
+    q = torch.randn(sum(QUERIES) + 2, 6, 40, generator=torch.Generator().manual_seed(2)).to(device)
     same(mine, LatentParts(made), q, memory.table.clamp(min=0).cpu().numpy(), 2e-5)
