@@ -225,9 +225,7 @@ def most_shares(rows: int, kv_heads: int, processors: int) -> int:
     return -(-processors * CROWDS[-1] // kv_heads) + rows
 
 
-def request_tiles_of(
-    lengths: Longs, counts: Longs, window: int, tile: int, chunk: int = 0
-) -> tuple[Longs, Longs]:
+def request_tiles_of(lengths: Longs, counts: Longs, window: int, tile: int, chunk: int = 0) -> tuple[Longs, Longs]:
     """Returns what `tiles_of` does for requests: request i has the next `counts[i]` of the rows, whose lengths do not
     fall."""
     ends = np.cumsum(counts)

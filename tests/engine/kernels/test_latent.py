@@ -167,7 +167,9 @@ def test_rows_of_a_request_share_a_program(
     for row, (owner, length) in enumerate(zip(owners.tolist(), lengths.tolist(), strict=True)):
         keys = contexts[owner][:length].double()
         wanted = torch.softmax(q[row].double() @ keys.T * scale, -1) @ keys[:, :latent]
-        torch.testing.assert_close(out[row].double(), wanted, atol=LATENT_TOLERANCE[dtype], rtol=LATENT_TOLERANCE[dtype])
+        torch.testing.assert_close(
+            out[row].double(), wanted, atol=LATENT_TOLERANCE[dtype], rtol=LATENT_TOLERANCE[dtype]
+        )
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
