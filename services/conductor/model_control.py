@@ -75,7 +75,7 @@ class ModelControl:
             if result := await lease.begin(until):
                 return conductor_pb2.PauseModelResponse.FromString(result)
             answer = conductor_pb2.PauseModelResponse(model=model, instances=len(instances))
-            stays = {"keep_paused": True, "for_ms": request.for_ms}
+            stays: dict[str, Any] = {"keep_paused": True, "for_ms": request.for_ms}
             try:
                 answer.ended = await self._pause(lease, instances, request.mode, until, request.reason)
             except BaseException:
@@ -211,7 +211,7 @@ class ModelControl:
             if left_s <= 0:
                 raise DeadlinePassed("the instances were not paused in time", field="deadline_ms")
             order = instance_pb2.PauseRequest(
-                mode=mode, deadline_ms=max(1, int(1000 * left_s)), reason=reason, order=lease and lease.ref
+                mode=mode, deadline_ms=max(1, int(1000 * left_s)), reason=reason, order=lease.ref if lease else None
             )
             these = [instance for instance in instances if instance.role.decodes is decodes]
             answers = await call_all(these, lambda stub, _: stub.Pause(order, timeout=left_s + GRACE_S))  # noqa: B023
@@ -228,7 +228,10 @@ class ModelControl:
     ) -> list[common_pb2.WeightsTaken]:
         left_s = max(0.1, until - time.monotonic())
         order = instance_pb2.UpdateWeightsRequest(
-            weights_epoch=epoch, source=source, deadline_ms=max(1, int(1000 * left_s)), order=lease and lease.ref
+            weights_epoch=epoch,
+            source=source,
+            deadline_ms=max(1, int(1000 * left_s)),
+            order=lease.ref if lease else None,
         )
         answers = await call_all(instances, lambda stub, _: stub.UpdateWeights(order, timeout=left_s + GRACE_S))
         return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +27,14 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.runner import Runner
 from kvmesh.engine.sampling.grammar import AnswerGrammar
 from kvmesh.engine.sampling.history import History
+from kvmesh.errors import InternalError
 from kvmesh.kvcache.cache_groups import GroupPages
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker import rows as rows_module
 from kvmesh.ranks.worker import steps as steps_module
 from kvmesh.ranks.worker import verification
+from kvmesh.ranks.worker.steps import Steps
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.ranks.test_steps_in_flight import FrontAndRank
 from tests.support.checkpoints import make_checkpoint
@@ -125,6 +128,45 @@ class FrontAndDraftingRank(FrontAndRank):
         assert counts.kept[0] == self.world.kept
         type(self).drafted += counts.drafted[0]
         type(self).kept += counts.kept[0]
+
+
+@pytest.mark.parametrize(("size", "error"), [(1, RuntimeError("broken")), (2, InternalError("broken"))])
+def test_a_drafter_that_raises_ends_the_rows_as_other_faults_do(size: int, error: Exception) -> None:
+    failed: list[Any] = []
+
+    def propose(share_ppm: int) -> Any:
+        raise error
+
+    steps: Any = SimpleNamespace(_propose=propose, rows=SimpleNamespace(handles=lambda: (3, 4)))
+    steps._runner = SimpleNamespace(mesh=SimpleNamespace(world=SimpleNamespace(size=size)))
+    steps._rows_failed = lambda handles, found: failed.append((handles, found))
+    assert Steps._proposed(steps, 0) is None
+    assert failed == [((3, 4), error)]
+    steps._runner.mesh.world.size = 2
+    steps._propose = lambda share_ppm: 1 / 0
+    with pytest.raises(ZeroDivisionError):  # the other ranks may not have failed
+        Steps._proposed(steps, 0)
+
+
+@pytest.mark.parametrize("room", [[0, 0], [0, 1]])
+def test_a_step_waits_for_no_draft_that_has_no_room(room: list[int]) -> None:
+    called: list[str] = []
+    steps: Any = SimpleNamespace(share_ppm=0, begin=lambda launch: launch, _snapshots=(), batches=None)
+    steps.rows = SimpleNamespace(room_for_drafts=lambda whole_blocks: room)
+    steps._hopes = lambda share_ppm: True
+    steps._run_ahead = lambda begin: called.append("ahead")
+
+    def settle() -> None:
+        called.append("waits")
+        raise InternalError("seen")
+
+    steps.settle = settle
+    if any(room):
+        with pytest.raises(InternalError):
+            Steps.run(steps, None, lambda: None)
+    else:
+        Steps.run(steps, None, lambda: None)
+    assert called == (["waits"] if any(room) else ["ahead"])
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(True, id="ahead"), pytest.param(False, id="in-turn")])

@@ -35,3 +35,16 @@ def test_a_pause_is_told_as_one() -> None:
         brain.beat(one.ref.instance_id, ready=False, not_ready_reason=f"{Paused.PREFIX}weights epoch 7")
     refusal = brain.refused(Paused)
     assert "weights epoch 7" in str(refusal.error) and refusal.error.retryable
+
+
+def test_no_handoff_is_planned_between_weights_of_two_epochs() -> None:
+    """As after a conductor that died when one instance of two had taken new weights; and the prefill instance would
+    refuse it by name (tests/audit/test_08_weights_epoch.py)."""
+    brain = Brain()
+    brain.add("p0", Role.PREFILL)
+    brain.add("d0", Role.DECODE, model=card(weights_epoch=5))
+    brain.beat_all()
+    brain.refused(Unavailable)
+    brain.add("p1", Role.PREFILL, model=card(weights_epoch=5))
+    placed = brain.placed()
+    assert (placed.prefill.instance_id, placed.decode.instance_id) == ("p1", "d0")
