@@ -1,5 +1,5 @@
-"""Orders of operators and trainers for all instances of a model: pause, resume, other weights. Who carries them out is
-each instance; the order among them is here, and nothing is decided by the brain.
+"""Orders of operators and trainers for all instances of a model: pause, resume, other weights, fewer instances. Who carries
+them out is each instance; the order among them is here, and nothing is decided by the brain.
 
 Instances that decode are paused first, so that the prompts of what they have taken are still computed in a pause that
 lets requests finish. All of them are paused before any takes other weights, and none goes on before all that can have
@@ -20,6 +20,9 @@ from kvmesh.rpc import channels, status
 from kvmesh.rpc.authorisation import ServerRole
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, instance_pb2, instance_pb2_grpc
 from kvmesh.rpc.running_orders import RunningOrders
+from kvmesh.membership.places import instance_of
+from kvmesh.services.conductor.balance.gather import plan_gather
+from kvmesh.services.conductor.fleet.decode_holdings import holdings, prefill_s
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.mapping import ref_out
 
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_MS, UPDATE_MS, MOST_MS = 60_000, 600_000, 3_600_000
 RESUME_S = 10.0
+MOST_SLOWER = 1000  # percent
 GRACE_S = 2.0  # after its deadline an instance's own word is still waited for
 Answer = TypeVar("Answer")
 Call = Callable[[Any, Instance], Awaitable[Any]]  # of an Instance stub
@@ -107,6 +111,28 @@ class ModelControl:
         log.info("model %s has weights of epoch %d at %d of %d instances", model, epoch, len(new), len(instances))
         return conductor_pb2.UpdateModelWeightsResponse(
             model=model, weights_epoch=epoch, taken=taken, paused_seconds=paused_s, ended=ended
+        )
+
+    async def gather(self, request: conductor_pb2.GatherModelRequest) -> conductor_pb2.GatherModelResponse:
+        """Has running answers gathered on fewer instances (`balance.gather`); those that are freed are paused until the
+        model is resumed or updated. Raises as `pause` does, and Paused for a model that is paused."""
+        return await self._orders.carry_out(self._gather_model(request))
+
+    async def _gather_model(self, request: conductor_pb2.GatherModelRequest) -> conductor_pb2.GatherModelResponse:
+        model, instances = self._of(request.model)
+        if request.slower_percent > MOST_SLOWER:
+            raise InvalidRequest.of("slower_percent", request.slower_percent, f"at most {MOST_SLOWER}")
+        until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
+        with self._alone(model):
+            if self._is_paused(model, instances):
+                raise Paused(f"model={model!r}: it is paused, and has no answers to gather")
+            at_work = [instance for instance in instances if instance.ready]
+            plan = plan_gather(holdings(at_work), prefill_s(at_work), (request.slower_percent or 25) / 100)
+            these = [i for i in at_work if instance_of(i.ref.instance_id) in plan.freed]
+            await self._pause(these, common_pb2.PAUSE_MODE_KEEP, until, "its answers are gathered elsewhere")
+        log.info("model %s: %d answers gathered, %s are free: %s", model, plan.moved, plan.freed or "none", plan.why)
+        return conductor_pb2.GatherModelResponse(
+            model=model, kept=plan.kept, freed=plan.freed, moved=plan.moved, why=plan.why
         )
 
     def _of(self, name: str) -> tuple[str, list[Instance]]:

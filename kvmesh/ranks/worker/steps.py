@@ -19,7 +19,7 @@ import numpy as np
 
 from kvmesh.drafts.drafter import Draft
 from kvmesh.drafts.speculator import Speculator
-from kvmesh.drafts.step_share import StepShare
+from kvmesh.drafts.step_share import StepShares
 from kvmesh.engine.batch import Chosen, DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampler import TokensInFlight
@@ -102,7 +102,7 @@ class Steps:
         self._holds: PageHolds[m.Left | m.RankError] = PageHolds()
         self._ended_ns = 0
         self._speculator = speculator
-        self._share = StepShare()
+        self._shares = StepShares()
         self._wants_hidden = speculator is not None and speculator.needs_hidden
         self._variants = RowVariants(speculator.most if speculator is not None else 0)
 
@@ -114,7 +114,7 @@ class Steps:
     @property
     def share_ppm(self) -> int:
         """What one more token adds to a step of the live rows, in millionths; 0 where no drafts are made."""
-        return 0 if self._speculator is None else self._share.ppm
+        return 0 if self._speculator is None else self._shares.of(self.rows.live).ppm
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -335,7 +335,7 @@ class Steps:
         drafts_told = zip((drafter.name for drafter in drafters), computed, held, strict=True)
         self._send(m.DecodeStepDone(start, end, len(handles), context, said.tokens, drafts=tuple(drafts_told)))
         self._rows_lost(said.bad, faults)
-        self._share.add(len(step.batch.positions) - len(handles), time.monotonic_ns() - began)
+        self._shares.of(len(handles)).add(len(step.batch.positions) - len(handles), time.monotonic_ns() - began)
         return True
 
     def _roll_back(
@@ -370,7 +370,7 @@ class Steps:
             else:
                 self._speculator.extend(token.handle, (token.token_id,), hidden.get(token.handle))
         if took_ns:
-            self._share.add(0, took_ns)
+            self._shares.of(len(tokens)).add(0, took_ns)
 
     def _forget_drafts(self, handle: int) -> None:
         if self._speculator is not None:
