@@ -128,5 +128,3 @@ def _spread(kept: Sequence[DecodeHolding], moving: Sequence[DecodeHolding]) -> l
             one.rows, one.context = one.rows + 1, one.context + each
             heapq.heappush(heap, (one.rows, at))
     return after
-
-
