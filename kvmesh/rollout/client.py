@@ -181,8 +181,9 @@ class RolloutClient:
         return int((await self._order("resume", {}, None))["weights_epoch"])
 
     async def gather(self, slower: float = 0.25, timeout_s: float = 60.0) -> Gathered:
-        """Has few running answers go on at fewer instances, if that pays; the longest step may become longer by the
-        share `slower`. Instances that are freed are paused, as for training, until `resume` or the next update."""
+        """Has few running answers go on at fewer instances, if that pays; a step may be longer than one of a single row
+        by the share `slower`. Instances that are freed are paused, as for training, until `resume` or the next
+        update."""
         told = await self._order("gather", {"slower": slower}, timeout_s)
         return Gathered(tuple(told["kept"]), tuple(told["freed"]), int(told["moved"]), told["why"])
 

@@ -124,7 +124,7 @@ class GatherModelRequest(_message.Message):
     model: _builtins.str
     """"": the only one"""
     slower_percent: _builtins.int
-    """by so much may the longest step become longer; 0: 25"""
+    """a step may be longer than one of a single row; 0: 25"""
     deadline_ms: _builtins.int
     """0: 60,000"""
     def __init__(

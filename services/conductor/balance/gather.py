@@ -3,7 +3,8 @@
 A step over few rows waits for the weights to be read: a row more hardly lengthens it, and an instance without rows is
 free for something else, as for training. So instances are freed, those with the fewest rows first, as long as
 
-- no step of those that are kept becomes longer by more than the share `slower` than the longest step is now;
+- no step of those that take answers is longer by more than the share `slower` than one over a single row: a bound that
+  does not move, so to ask again and again slows nothing further;
 - their pages and `max_running` hold what comes to them;
 - the instance-seconds that are won are more than what it costs to compute the KV of moved answers again. (It costs less
   where blocks are found: the bound is for none found.)
@@ -66,11 +67,13 @@ def plan_gather(
     """Returns who is freed. `compute_s(tokens)` predicts how long computing the KV of one answer of so many tokens
     takes."""
     order = sorted(holdings, key=lambda one: (not one.prefills, -one.rows, one.name))
-    longest_s = max((one.step_with(one.rows, one.context_tokens) for one in order), default=0.0)
+    rows = sum(one.rows for one in order)
+    context = sum(one.context_tokens for one in order) / rows if rows else 0.0
+    alone_s = min((one.step_s(1, context) for one in order), default=0.0)
     best, why = GatherPlan(tuple(one.name for one in order)), ""
     for count in range(len(order) - 1, 0, -1):
         kept, freed = order[:count], order[count:]
-        why = _why_not(kept, freed, longest_s, compute_s, slower)
+        why = _why_not(kept, freed, alone_s, compute_s, slower)
         if why:
             break
         moved = sum(one.rows for one in freed)
@@ -81,7 +84,7 @@ def plan_gather(
 def _why_not(
     kept: Sequence[DecodeHolding],
     freed: Sequence[DecodeHolding],
-    longest_s: float,
+    alone_s: float,
     compute_s: Callable[[float], float],
     slower: float,
 ) -> str:
@@ -93,13 +96,14 @@ def _why_not(
     if after is None:
         return f"{freed[0].name} stays: the others have no room for its {freed[0].rows} answers"
     step_s = max(one.holding.step_with(one.rows, one.context) for one in after)
-    if step_s > (1 + slower) * longest_s:
+    if step_s > (1 + slower) * alone_s:
         return (
-            f"{freed[0].name} stays: a step would take {1000 * step_s:.1f} ms instead of {1000 * longest_s:.1f}, more "
-            f"than {100 * slower:.0f}% longer"
+            f"{freed[0].name} stays: a step would take {1000 * step_s:.1f} ms, and of one row {1000 * alone_s:.1f}: it "
+            f"may be {100 * slower:.0f}% longer"
         )
+    now_s = max(one.step_with(one.rows, one.context_tokens) for one in (*kept, *freed))
     left_s = max(one.left_s for one in (*kept, *freed) if one.rows)
-    longer = max(1.0, step_s / longest_s) if longest_s else 1.0
+    longer = max(1.0, step_s / now_s) if now_s else 1.0
     won_s = len(freed) * left_s - len(kept) * left_s * (longer - 1)
     lost_s = sum(one.rows * compute_s(one.context_tokens / one.rows) for one in moving)
     if won_s <= lost_s:

@@ -87,7 +87,8 @@ class GatherBody(Strict):
 
     model: str | None = None
     slower: Annotated[
-        float | None, Field(description="Share by which the longest step may become longer: 0.25", ge=0.01, le=10)
+        float | None,
+        Field(description="Share by which a step may be longer than one of a single row: 0.25", ge=0.01, le=10),
     ] = None
     timeout_s: Seconds = None
 
