@@ -156,7 +156,8 @@ class ConductorServicer:
 
     def PauseModel(self, request, context):
         """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
-        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then. RESOURCE_EXHAUSTED: another
+        order of this model runs, here or at another conductor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,8 +176,7 @@ class ConductorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GatherModel(self, request, context):
-        """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel or
-        the next UpdateModelWeights.
+        """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

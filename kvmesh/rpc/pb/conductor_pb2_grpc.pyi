@@ -49,14 +49,13 @@ class ConductorStub:
     """How many instances of each role this load wants: for an external autoscaler."""
     PauseModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.PauseModelRequest, _conductor_pb2.PauseModelResponse]
     """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
-    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then. RESOURCE_EXHAUSTED: another
+    order of this model runs, here or at another conductor.
     """
     ResumeModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ResumeModelRequest, _conductor_pb2.ResumeModelResponse]
     UpdateModelWeights: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]
     GatherModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GatherModelRequest, _conductor_pb2.GatherModelResponse]
-    """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel or
-    the next UpdateModelWeights.
-    """
+    """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
@@ -79,14 +78,13 @@ class ConductorAsyncStub(ConductorStub):
     """How many instances of each role this load wants: for an external autoscaler."""
     PauseModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.PauseModelRequest, _conductor_pb2.PauseModelResponse]  # type: ignore[assignment]
     """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
-    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then. RESOURCE_EXHAUSTED: another
+    order of this model runs, here or at another conductor.
     """
     ResumeModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ResumeModelRequest, _conductor_pb2.ResumeModelResponse]  # type: ignore[assignment]
     UpdateModelWeights: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]  # type: ignore[assignment]
     GatherModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GatherModelRequest, _conductor_pb2.GatherModelResponse]  # type: ignore[assignment]
-    """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel or
-    the next UpdateModelWeights.
-    """
+    """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler. All its state is soft: rebuilt from registrations and heartbeats."""
@@ -160,7 +158,8 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.PauseModelResponse, _abc.Awaitable[_conductor_pb2.PauseModelResponse]]:
         """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
-        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then. RESOURCE_EXHAUSTED: another
+        order of this model runs, here or at another conductor.
         """
 
     @_abc_1.abstractmethod
@@ -183,8 +182,6 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.GatherModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.GatherModelResponse, _abc.Awaitable[_conductor_pb2.GatherModelResponse]]:
-        """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel or
-        the next UpdateModelWeights.
-        """
+        """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
