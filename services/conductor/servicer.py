@@ -290,7 +290,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
 
     async def GatherModel(self, request: pb.GatherModelRequest, context: Any) -> pb.GatherModelResponse:  # noqa: N802
         """See ModelControl.gather."""
-        return await self._control.gather(request)
+        return await self.control.gather(request)
 
     async def GetScaleHints(  # noqa: N802
         self, request: pb.GetScaleHintsRequest, context: Any
