@@ -45,7 +45,7 @@ WAYS = ("keep", "finish", "abort", "restart")
 MEDIAN, SPREAD, LONGEST = 16, 1.0, 240  # tokens of an answer: log-normal, cut
 UPDATES = 3
 PAUSED_S = 1.0  # what was in flight has ended by then
-TOLERANCE = 0.01  # of a log-probability: float32 on both sides, in other orders
+TOLERANCE = 0.001  # of a log-probability: float32 on both sides, in other orders
 LOOKS_EVERY = 8  # of so many groups one is compared with all weights, not only with those that its tokens name
 
 

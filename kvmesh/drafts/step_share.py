@@ -57,3 +57,15 @@ class StepShare:
             weight = self._tokens.weight
             share = (found * weight + BELIEVED * TRIES) / (weight + TRIES)
         return int(PER_MILLION * share)
+
+
+class StepShares:
+    """Keeps a StepShare of each size of batch, by octave: a step of few rows waits for memory, and a token more costs
+    next to nothing; what was measured while many rows ran says nothing about the few that are left of them."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, StepShare] = {}
+
+    def of(self, rows: int) -> StepShare:
+        """Returns what is known of steps of about so many rows."""
+        return self._shares.setdefault(rows.bit_length(), StepShare())

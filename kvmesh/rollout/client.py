@@ -79,6 +79,17 @@ class WeightsUpdated:
         return not any("error" in one for one in self.instances)
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Which instances go on with a model's answers, which are free now, how many answers moved, and why no more were
+    freed."""
+
+    kept: tuple[str, ...]
+    freed: tuple[str, ...]
+    moved: int
+    why: str
+
+
 _last = itertools.count()
 
 
@@ -168,6 +179,12 @@ class RolloutClient:
     async def resume(self) -> int:
         """Lets the model go on. Returns the epoch of its weights."""
         return int((await self._order("resume", {}, None))["weights_epoch"])
+
+    async def gather(self, slower: float = 0.25, timeout_s: float = 60.0) -> Gathered:
+        """Has few running answers go on at fewer instances, if that pays; a step may be longer than one of a single row
+        by the share `slower`. Instances that are freed are paused, as for training, until `resume`."""
+        told = await self._order("gather", {"slower": slower}, timeout_s)
+        return Gathered(tuple(told["kept"]), tuple(told["freed"]), int(told["moved"]), told["why"])
 
     async def update_weights(
         self,

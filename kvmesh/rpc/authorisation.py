@@ -191,6 +191,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "PauseModel": _may(_G, _O, _T),
         "ResumeModel": _may(_G, _O, _T),
         "UpdateModelWeights": _may(_G, _O, _T),
+        "GatherModel": _may(_G, _O, _T),
     },
     "kvmesh.v1.NodeStore": {
         "Lease": _USE_OF_BLOCKS,

@@ -1,5 +1,5 @@
-"""Orders of operators and trainers for all instances of a model: pause, resume, other weights. Who carries them out is
-each instance; the order among them is here, and nothing is decided by the brain.
+"""Orders of operators and trainers for all instances of a model: pause, resume, other weights, fewer instances. Who
+carries them out is each instance; the order among them is here, and nothing is decided by the brain.
 
 Instances that decode are paused first, so that the prompts of what they have taken are still computed in a pause that
 lets requests finish. All of them are paused before any takes other weights, and none goes on before all that can have
@@ -19,10 +19,13 @@ from typing import Any
 
 from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, ModelNotFound, Overloaded, Paused
 from kvmesh.kvcache.keys import check_epoch
+from kvmesh.membership.places import instance_of
 from kvmesh.rpc import status
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, instance_pb2
 from kvmesh.rpc.running_orders import RunningOrders
+from kvmesh.services.conductor.balance.gather import plan_gather
 from kvmesh.services.conductor.domain import NewestWeights
+from kvmesh.services.conductor.fleet.decode_holdings import holdings, prefill_s
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.mapping import ref_out
 from kvmesh.services.conductor.order_lease import LEASE_S, OrderLease, call_all, good
@@ -31,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_MS, UPDATE_MS, MOST_MS = 60_000, 600_000, 3_600_000
 RESUME_S = 10.0
+MOST_SLOWER = 1000  # percent
 MOST_PAUSE_MS = 7 * 86_400_000
 MAX_ORDER_ID = 64
 CATCH_UP = "fetching the weights"  # begins the reason of a pause that this is
@@ -154,6 +158,36 @@ class ModelControl:
 
     def _lease(self, instances: Sequence[Instance], order_id: str) -> OrderLease:
         return OrderLease(instances, instance_pb2.OrderRef(id=order_id, conductor=self._name), self._lease_s)
+
+    async def gather(self, request: conductor_pb2.GatherModelRequest) -> conductor_pb2.GatherModelResponse:
+        """Has running answers gathered on fewer instances (`balance.gather`); those that are freed are paused until the
+        model is resumed. Raises as `pause` does, and Paused for a model that is paused."""
+        return await self._orders.carry_out(self._gather_model(request))
+
+    async def _gather_model(self, request: conductor_pb2.GatherModelRequest) -> conductor_pb2.GatherModelResponse:
+        model, instances = self._of(request.model)
+        if request.slower_percent > MOST_SLOWER:
+            raise InvalidRequest.of("slower_percent", request.slower_percent, f"at most {MOST_SLOWER}")
+        until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
+        with self._alone(model):
+            at_work = [instance for instance in instances if instance.ready]
+            if not at_work:
+                raise Paused(f"model={model!r}: none of its instances is at work, as when it is paused")
+            plan = plan_gather(holdings(at_work), prefill_s(at_work), (request.slower_percent or 25) / 100)
+            freed = [i for i in at_work if instance_of(i.ref.instance_id) in plan.freed]
+            if freed:
+                lease = self._lease(freed, _order_id(""))
+                await lease.begin(until)
+                try:
+                    await self._pause(lease, freed, common_pb2.PAUSE_MODE_KEEP, until, "its answers are elsewhere")
+                except BaseException:
+                    await lease.release()
+                    raise
+                good(await lease.end(keep_paused=True))
+        log.info("model %s: %d answers gathered, %s are free: %s", model, plan.moved, plan.freed or "none", plan.why)
+        return conductor_pb2.GatherModelResponse(
+            model=model, kept=plan.kept, freed=plan.freed, moved=plan.moved, why=plan.why
+        )
 
     def is_busy(self, model: str) -> bool:
         """Whether an order for this model is being carried out."""

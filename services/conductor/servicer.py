@@ -288,6 +288,10 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         """See ModelControl.update."""
         return await self.control.update(request)
 
+    async def GatherModel(self, request: pb.GatherModelRequest, context: Any) -> pb.GatherModelResponse:  # noqa: N802
+        """See ModelControl.gather."""
+        return await self.control.gather(request)
+
     async def GetScaleHints(  # noqa: N802
         self, request: pb.GetScaleHintsRequest, context: Any
     ) -> pb.GetScaleHintsResponse:

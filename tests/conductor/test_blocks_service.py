@@ -253,6 +253,7 @@ async def test_hostile_callers_break_nothing(mesh: Mesh) -> None:
         "GetScaleHints": conductor_pb2.GetScaleHintsRequest(),
         "PauseModel": conductor_pb2.PauseModelRequest(model="r"),
         "ResumeModel": conductor_pb2.ResumeModelRequest(model="r"),
+        "GatherModel": conductor_pb2.GatherModelRequest(model="r"),
         "UpdateModelWeights": conductor_pb2.UpdateModelWeightsRequest(model="r", deadline_ms=1),
     }
     async with channels.connect(mesh.conductor_service.address) as channel:

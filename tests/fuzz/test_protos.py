@@ -43,6 +43,7 @@ SILENCE_S = 0.1
 RESUME_S = 60.0
 PAUSING = (
     "PauseModel",
+    "GatherModel",
     "UpdateModelWeights",
     "Pause",
     "Resume",

@@ -252,6 +252,7 @@ async def test_store_master_and_conductor(mesh: Running) -> None:
         "GetScaleHints": conductor_pb2.GetScaleHintsRequest(),
         "PauseModel": conductor_pb2.PauseModelRequest(model="x"),
         "ResumeModel": conductor_pb2.ResumeModelRequest(model="x"),
+        "GatherModel": conductor_pb2.GatherModelRequest(model="x"),
         "UpdateModelWeights": conductor_pb2.UpdateModelWeightsRequest(model="x"),
     }
     async with connect(mesh.mesh.addresses["conductor"]) as channel:

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvmesh.drafts.drafter import Draft
 from kvmesh.drafts.speculator import DraftOf, Speculator
-from kvmesh.drafts.step_share import StepShare
+from kvmesh.drafts.step_share import StepShares
 from kvmesh.engine.batch import Chosen, DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampler import TokensInFlight
@@ -127,7 +127,7 @@ class Steps:
         self._holds: PageHolds[m.Left | m.RankError] = PageHolds()
         self._ended_ns = 0
         self._speculator = speculator
-        self._share = StepShare()
+        self._shares = StepShares()
         self._wants_hidden = speculator is not None and speculator.needs_hidden
         self._variants = RowVariants(speculator.most if speculator is not None else 0)
 
@@ -139,7 +139,7 @@ class Steps:
     @property
     def share_ppm(self) -> int:
         """What one more token adds to a step of the live rows, in millionths; 0 where no drafts are made."""
-        return 0 if self._speculator is None else self._share.ppm
+        return 0 if self._speculator is None else self._shares.of(self.rows.live).ppm
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -328,7 +328,7 @@ class Steps:
                 learn()
         if self._speculator is not None and rows and step is None:  # a step with a prompt does not tell what rows cost
             took_ns = end - start if drafted is None else time.monotonic_ns() - drafted.began_ns
-            self._share.add(0 if drafted is None else drafted.tokens, took_ns)
+            self._shares.of(rows).add(0 if drafted is None else drafted.tokens, took_ns)
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────
 
@@ -534,7 +534,7 @@ class Steps:
             self._send(m.DecodeStepDone(start, end, len(rows.handles), context, made.tokens, held=held))
             self._rows_lost(made.bad, faults)
             if self._speculator is not None:
-                self._share.add(0, end - start)
+                self._shares.of(len(rows.handles)).add(0, end - start)
                 self._tell_drafters(made.tokens, made.bad, {})
         for message in over:
             self._send(message)

@@ -115,6 +115,73 @@ CORDON_STATE_DRAINING: CordonState.ValueType  # 2
 Global___CordonState: _TypeAlias = CordonState  # noqa: Y015
 
 @_typing.final
+class GatherModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SLOWER_PERCENT_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"": the only one"""
+    slower_percent: _builtins.int
+    """a step may be longer than one of a single row; 0: 25"""
+    deadline_ms: _builtins.int
+    """0: 60,000"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        slower_percent: _builtins.int = ...,
+        deadline_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "model", b"model", "slower_percent", b"slower_percent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatherModelRequest: _TypeAlias = GatherModelRequest  # noqa: Y015
+
+@_typing.final
+class GatherModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    FREED_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    moved: _builtins.int
+    """answers that were in flight at these"""
+    why: _builtins.str
+    """no more were freed"""
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of instances that go on"""
+
+    @_builtins.property
+    def freed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that are paused and have no request"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        kept: _abc.Iterable[_builtins.str] | None = ...,
+        freed: _abc.Iterable[_builtins.str] | None = ...,
+        moved: _builtins.int = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed", b"freed", "kept", b"kept", "model", b"model", "moved", b"moved", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatherModelResponse: _TypeAlias = GatherModelResponse  # noqa: Y015
+
+@_typing.final
 class PauseModelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

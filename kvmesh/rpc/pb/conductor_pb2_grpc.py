@@ -90,6 +90,11 @@ class ConductorStub:
                 request_serializer=kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsResponse.FromString,
                 _registered_method=True)
+        self.GatherModel = channel.unary_unary(
+                '/kvmesh.v1.Conductor/GatherModel',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.GatherModelRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GatherModelResponse.FromString,
+                _registered_method=True)
 
 
 class ConductorServicer:
@@ -170,6 +175,13 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GatherModel(self, request, context):
+        """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -227,6 +239,11 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.UpdateModelWeights,
                     request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsResponse.SerializeToString,
+            ),
+            'GatherModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.GatherModel,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GatherModelRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.GatherModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -527,6 +544,33 @@ class Conductor:
             '/kvmesh.v1.Conductor/UpdateModelWeights',
             kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsRequest.SerializeToString,
             kvmesh_dot_v1_dot_conductor__pb2.UpdateModelWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GatherModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/GatherModel',
+            kvmesh_dot_v1_dot_conductor__pb2.GatherModelRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.GatherModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,8 @@ class ConductorStub:
     """
     ResumeModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ResumeModelRequest, _conductor_pb2.ResumeModelResponse]
     UpdateModelWeights: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]
+    GatherModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GatherModelRequest, _conductor_pb2.GatherModelResponse]
+    """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
@@ -81,6 +83,8 @@ class ConductorAsyncStub(ConductorStub):
     """
     ResumeModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ResumeModelRequest, _conductor_pb2.ResumeModelResponse]  # type: ignore[assignment]
     UpdateModelWeights: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]  # type: ignore[assignment]
+    GatherModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GatherModelRequest, _conductor_pb2.GatherModelResponse]  # type: ignore[assignment]
+    """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler. All its state is soft: rebuilt from registrations and heartbeats."""
@@ -171,5 +175,13 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.UpdateModelWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.UpdateModelWeightsResponse, _abc.Awaitable[_conductor_pb2.UpdateModelWeightsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GatherModel(
+        self,
+        request: _conductor_pb2.GatherModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.GatherModelResponse, _abc.Awaitable[_conductor_pb2.GatherModelResponse]]:
+        """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

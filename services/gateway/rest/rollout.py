@@ -1,4 +1,5 @@
-"""POST /v1/rollout/...: what a trainer orders for a model whose weights it changes: pause, resume, update_weights.
+"""POST /v1/rollout/...: what a trainer orders for a model whose weights it changes: pause, resume,
+update_weights, gather.
 
 Only where the gateway is configured with `rollout`; with API keys, only for keys with `trainer = true`.
 """
@@ -87,6 +88,17 @@ class UpdateWeightsBody(Strict):
     stay_paused: bool | None = None
 
 
+class GatherBody(Strict):
+    """Body of POST /v1/rollout/gather."""
+
+    model: str | None = None
+    slower: Annotated[
+        float | None,
+        Field(description="Share by which a step may be longer than one of a single row: 0.25", ge=0.01, le=10),
+    ] = None
+    timeout_s: Seconds = None
+
+
 class RolloutCall(QueryCall[Body]):
     """One order. `check` says who may give it."""
 
@@ -144,6 +156,31 @@ class ResumeCall(RolloutCall[ResumeBody]):
         return orjson.dumps(told)
 
 
+class GatherCall(RolloutCall[GatherBody]):
+    """POST /v1/rollout/gather."""
+
+    body_model = GatherBody
+
+    async def compute(self, read: GatherBody, caller: Caller) -> bytes:
+        """See QueryCall."""
+        timeout_s = read.timeout_s or 60.0
+        request = conductor_pb2.GatherModelRequest(
+            model=self._model(read.model, caller),
+            slower_percent=round(100 * (read.slower or 0)),
+            deadline_ms=round(timeout_s * 1000),
+        )
+        told = await self.core.conductor.order("GatherModel", request, timeout_s)
+        return orjson.dumps(
+            {
+                "model": told.model,
+                "kept": list(told.kept),
+                "freed": list(told.freed),
+                "moved": told.moved,
+                "why": told.why,
+            }
+        )
+
+
 class UpdateWeightsCall(RolloutCall[UpdateWeightsBody]):
     """POST /v1/rollout/update_weights."""
 
@@ -188,6 +225,7 @@ class UpdateWeightsCall(RolloutCall[UpdateWeightsBody]):
 CALLS: Mapping[str, type[QueryCall[Any]]] = {
     "/v1/rollout/pause": PauseCall,
     "/v1/rollout/resume": ResumeCall,
+    "/v1/rollout/gather": GatherCall,
     "/v1/rollout/update_weights": UpdateWeightsCall,
 }
 """Served, and documented in docs/howto/rollouts.md, where a gateway's setting `rollout` is on."""
