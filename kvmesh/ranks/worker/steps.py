@@ -19,7 +19,7 @@ import numpy as np
 
 from kvmesh.drafts.drafter import Draft
 from kvmesh.drafts.speculator import Speculator
-from kvmesh.drafts.step_share import StepShare
+from kvmesh.drafts.step_share import NO_COSTS, DraftCosts, StepShare
 from kvmesh.engine.batch import Chosen, DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampler import TokensInFlight
@@ -112,9 +112,11 @@ class Steps:
         return self.batches.has_work or self._flight is not None
 
     @property
-    def share_ppm(self) -> int:
-        """What one more token adds to a step of the live rows, in millionths; 0 where no drafts are made."""
-        return 0 if self._speculator is None else self._share.ppm
+    def draft_costs(self) -> DraftCosts:
+        """What a token of a draft costs in a step of the live rows; nothing where no drafts are made."""
+        if self._speculator is None:
+            return NO_COSTS
+        return DraftCosts(self._share.ppm, self._speculator.drafting.ppm(self._share.plain_ns))
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,15 +146,15 @@ class Steps:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     def run(
-        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int | None = None
+        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], costs: DraftCosts | None = None
     ) -> None:
         """Runs one step of what there is, if anything, or launches it and reads the one before. `between_layers` is
         called while chunks are computed. A step that may verify drafts is not launched ahead, since these follow from
-        the tokens before; `share_ppm` is the leader's (None: this rank's own)."""
-        share_ppm = self.share_ppm if share_ppm is None else share_ppm
+        the tokens before; `costs` are the leader's (None: this rank's own)."""
+        costs = self.draft_costs if costs is None else costs
         drafts = False
         if self._speculator is not None and prefill is None:
-            drafts = self._speculator.hopes(self.rows.handles(), share_ppm)
+            drafts = self._speculator.hopes(self.rows.handles(), costs)
         if self.begin is not None and prefill is None and not drafts:
             self._run_ahead(self.begin)
             return
@@ -160,7 +162,7 @@ class Steps:
         self.rows = self.batches.take_turn()
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
-        if drafts and self._run_drafted(share_ppm, between_layers):
+        if drafts and self._run_drafted(costs, between_layers):
             return
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers)
@@ -266,14 +268,15 @@ class Steps:
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────
 
-    def _run_drafted(self, share_ppm: int, between_layers: Callable[[], None]) -> bool:
+    def _run_drafted(self, costs: DraftCosts, between_layers: Callable[[], None]) -> bool:
         """Runs a step that verifies drafts of the live rows; returns False, and does nothing, where there is none."""
         assert self._speculator is not None
         rows, handles, began = self.rows, self.rows.handles(), time.monotonic_ns()
-        found = self._speculator.propose(handles, rows.room_for_drafts(bool(self._snapshots)), share_ppm)
+        found = self._speculator.propose(handles, rows.room_for_drafts(bool(self._snapshots)), costs)
         if not any(one.draft.tokens for one in found):
             return False
         batch, roles, start = rows.batch(), rows.live_roles(), time.monotonic_ns()
+        drafting_ns = self._speculator.drafting_ns
         drafts, variants = [], []
         for row, one in enumerate(found):
             draft = until_stop(one.draft.tokens, rows.stops(row))
@@ -335,7 +338,8 @@ class Steps:
         drafts_told = zip((drafter.name for drafter in drafters), computed, held, strict=True)
         self._send(m.DecodeStepDone(start, end, len(handles), context, said.tokens, drafts=tuple(drafts_told)))
         self._rows_lost(said.bad, faults)
-        self._share.add(len(step.batch.positions) - len(handles), time.monotonic_ns() - began)
+        took = time.monotonic_ns() - began - drafting_ns
+        self._share.add(len(step.batch.positions) - len(handles), took)
         return True
 
     def _roll_back(

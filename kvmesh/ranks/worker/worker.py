@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from kvmesh.drafts.step_share import DraftCosts
 from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ExpertsCut, RankMesh
@@ -329,14 +330,14 @@ class Worker:
             self.pusher.pump()
 
     @property
-    def share_ppm(self) -> int:
-        """What one more token adds to a step of the rows, as `Steps.share_ppm` has it."""
-        return self.steps.share_ppm
+    def draft_costs(self) -> DraftCosts:
+        """What a token of a draft costs, as `Steps.draft_costs` has it."""
+        return self.steps.draft_costs
 
     def step(
-        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int | None = None
+        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], costs: DraftCosts | None = None
     ) -> None:
-        """Runs one step: the front's chunks and the rows of the batch, whichever there are. `share_ppm` is what the
+        """Runs one step: the front's chunks and the rows of the batch, whichever there are. `costs` are what the
         leader has said (None: nothing)."""
 
         def meanwhile() -> None:
@@ -350,7 +351,7 @@ class Worker:
 
         prompt_tokens = sum(len(item.token_ids) for item in prefill.items) if prefill is not None else 0
         self.memory.step_tokens = prompt_tokens + self.rows
-        self.steps.run(prefill, layer_launched, share_ppm)
+        self.steps.run(prefill, layer_launched, costs)
         self.memory.step_tokens = self.rows  # of the next step, at least
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
