@@ -42,7 +42,7 @@ from kvmesh.ranks.worker.device import (
     num_extents,
 )
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
-from kvmesh.ranks.worker.drafters import speculator_of, wants_mtp
+from kvmesh.ranks.worker.drafters import DraftingRank, draft_checkpoint, speculator_of, wants_mtp
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
@@ -83,7 +83,8 @@ class Worker:
         fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
         config, axes = self._checkpoint.config, axes_of(configure)
         tp, layers = axes.place(configure.rank).tp, stage_layers(config, axes, configure.rank)
-        setup = RankSetup(configure, self._checkpoint)
+        draft = draft_checkpoint(configure, self._checkpoint)
+        setup = RankSetup(configure, self._checkpoint, draft)
         configure = self._configure = setup.configure
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
@@ -156,7 +157,9 @@ class Worker:
             begin,
             kept,
             grammars=self.grammars,
-            speculator=speculator_of(configure, any(is_state(group) for group in kept), self._runner),
+            speculator=speculator_of(
+                DraftingRank(configure, self._runner, draft, setup.rows), any(is_state(group) for group in kept)
+            ),
         )
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
