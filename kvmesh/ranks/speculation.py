@@ -20,18 +20,32 @@ SPECULATE = (
 
 
 def check_speculation(speculate: str, axes: Axes) -> None:
-    """Raises ConfigError naming field and value for an unknown kind of drafts, and for ranks that verify none."""
+    """Raises ConfigError naming field and value for an unknown kind of drafts, and for ranks at which it cannot be
+    made: every rank drafts for itself, and a model that drafts computes at each of them."""
     if speculate not in SPECULATE:
         raise ConfigError(f"speculate={speculate!r}: must be one of {', '.join(SPECULATE)}", field="speculate")
-    for name in ("pp", "dp", "cp", "dcp"):
-        if speculate != NO_DRAFTS and (size := getattr(axes, name)) > 1:
-            why = f"{name}={size}: drafts are verified by one rank, or by ranks of tp"
-            raise ConfigError(f"speculate={speculate!r} with {why}", field="speculate")
+    if axes.pp > 1 and wants_draft_model(speculate):
+        why = "a stage would wait for what the first rank drafts"
+        raise ConfigError(f"speculate={speculate!r} with pp={axes.pp}: {why}", field="speculate")
+    if not wants_mtp(speculate):
+        return
+    for name, why in (
+        ("pp", "only the last stage has what the head goes on from"),
+        ("cp", "the head attends with one rank's context"),
+        ("dcp", "the head attends with one rank's context"),
+    ):
+        if (size := getattr(axes, name)) > 1:
+            raise ConfigError(f"speculate={speculate!r} with {name}={size}: {why}", field="speculate")
 
 
 def wants_draft_model(speculate: str) -> bool:
     """Whether a draft model drafts, alone or beside another drafter."""
     return "draft" in speculate.split("+")
+
+
+def wants_mtp(speculate: str) -> bool:
+    """Whether the model's MTP head drafts, alone or beside another drafter."""
+    return "mtp" in speculate.split("+")
 
 
 def check_draft_folder(speculate: str, draft_model: str) -> None:

@@ -4,6 +4,8 @@ of a request that runs alone, and of a model that drafts for itself every token 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,20 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvmesh.drafts.speculator import Speculator
+from kvmesh.engine.axes import Axes
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.draft_model import ModelDrafter
 from kvmesh.engine.runner import Runner
+from kvmesh.errors import ConfigError
+from kvmesh.ranks.sizing import draft_pages
+from kvmesh.ranks.speculation import check_draft_folder, check_speculation
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.ranks.test_drafted_steps import SETTINGS
+from tests.ranks.test_speculation import PROMPT, answer
 from tests.ranks.test_steps_in_flight import FrontAndRank
 from tests.support.checkpoints import make_checkpoint
+from tests.support.rank_driver import GREEDY, ranks
+from tests.support.reference import assert_matches_reference
 from tests.support.steps_world import BLOCK, Device, World
 
 DRAFT_PAGES = 12  # too few for all rows at once
@@ -72,3 +81,38 @@ def test_of_a_model_that_drafts_for_itself_every_token_is_kept(device: Device) -
     [drafted], [kept] = speculator.counts.drafted, speculator.counts.kept
     assert drafted == kept > 40, (drafted, kept)
     assert drafter.free_pages == 40
+
+
+# ── rank processes ───────────────────────────────────────────────────────────────────────────────
+
+
+async def test_two_ranks_have_the_drafts_of_the_first(tmp_path: Path) -> None:
+    """The model drafts for itself: its drafts are right, and soon known to take longer than they are worth."""
+    path = make_checkpoint(tmp_path / "model", num_key_value_heads=2)
+    told: dict[str, Any] = {"speculate": "draft+ngram", "draft_model": str(path), "max_draft_tokens": 7}
+    async with ranks("two", path, 2, tmp_path, **told) as both:
+        made, drafted, kept = await answer(both, 1, GREEDY)
+    assert drafted >= kept >= 1
+    assert_matches_reference(path, PROMPT, made)
+
+
+def test_a_draft_model_is_named_where_one_drafts_and_there_alone() -> None:
+    check_draft_folder("draft+suffix", "m")
+    check_draft_folder("mtp", "")
+    with pytest.raises(ConfigError, match="speculate='draft': name the draft model's folder"):
+        check_draft_folder("draft", "")
+    with pytest.raises(ConfigError, match="draft_model='m': speculate='mtp' asks no draft model"):
+        check_draft_folder("mtp", "m")
+
+
+def test_stages_refuse_a_draft_model() -> None:
+    with pytest.raises(ConfigError, match="speculate='draft' with pp=2: a stage would wait for what the first rank"):
+        check_speculation("draft", Axes(pp=2))
+    for axes in ("tp=4", "tp=2,cp=2", "dp=2", "tp=2,dcp=2"):
+        check_speculation("draft+ngram", Axes.parse(axes))
+
+
+def test_a_draft_models_kv_is_bounded() -> None:
+    assert draft_pages(100, 1000, 250) == 100
+    assert draft_pages(100, 1000, 500) == 50
+    assert draft_pages(1, 1000, 5000) == 1

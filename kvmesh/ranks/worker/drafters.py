@@ -15,6 +15,7 @@ from kvmesh.engine.checkpoint import Checkpoint, open_checkpoint
 from kvmesh.engine.draft_model import FirstRanksDrafter, ModelDrafter, check_draft_model
 from kvmesh.engine.mtp import MtpDrafter
 from kvmesh.engine.runner import Runner, shard_layout
+from kvmesh.errors import ConfigError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.sizing import draft_pages
 from kvmesh.ranks.speculation import NO_DRAFTS, check_draft_folder, check_speculation
@@ -108,8 +109,12 @@ def draft_checkpoint(configure: m.Configure, target: Checkpoint) -> Checkpoint |
 
 def speculator_of(rank: DraftingRank, states: bool) -> Speculator | None:
     """Returns what drafts for a rank, or None. `states`: the model has some, which a draft that is cut changes. Raises
-    ConfigError as `check_speculation` and Speculator do."""
+    ConfigError as `check_speculation` and Speculator do, and for stages of a model with states."""
     configure = rank.configure
-    check_speculation(configure.speculate, axes_of(configure))
+    axes = axes_of(configure)
+    check_speculation(configure.speculate, axes)
+    if states and axes.pp > 1 and configure.speculate != NO_DRAFTS:
+        why = f"pp={axes.pp}: an earlier stage hears too late that its states have to go back"
+        raise ConfigError(f"speculate={configure.speculate!r} with {why}", field="speculate")
     drafters = [make(rank) for make in DRAFTERS[configure.speculate]]
     return Speculator(drafters, configure.max_draft_tokens, again=states) if drafters else None

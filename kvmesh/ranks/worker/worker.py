@@ -54,6 +54,7 @@ from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import host_region
+from kvmesh.ranks.worker.weights_sources import WeightsLimits
 from kvmesh.ranks.worker.weights_worker import WeightsWorker
 from kvmesh.transfer import Notification, Range, TransferEngine
 from kvmesh.transfer.transports.registry import described
@@ -168,7 +169,9 @@ class Worker:
         )
         self._settings = f"{settings}; {memory.pages_use}" if memory.pages_use else settings
         self.profiler = StepProfiler(self.steps, self._runner, send)
-        self.weights = WeightsWorker(self._runner, self.engine, lambda: self.wants_step, send, between)
+        self.weights = WeightsWorker(
+            self._runner, self.engine, WeightsLimits(configure), lambda: self.wants_step, send, between
+        )
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
