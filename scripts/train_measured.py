@@ -190,13 +190,13 @@ class Glm4(nn.Module):
         return logits, functional.linear(ahead, self.embed_tokens.weight)
 
 
-def recipe_of(sizes: Sizes, out: Path) -> Recipe:
+def recipe_of(sizes: Sizes, out: Path, steps: int) -> Recipe:
     """Return how a model of these sizes is trained."""
-    return Recipe(lambda vocab: Glm4(vocab, sizes), lambda *_: None, config_of(sizes), out, 400)
+    return Recipe(lambda vocab: Glm4(vocab, sizes), lambda *_: None, config_of(sizes), out, steps)
 
 
 MEASURED = Path("examples/measured-model")
-RECIPES = {"model": recipe_of(MODEL, MEASURED), "draft": recipe_of(DRAFT, Path("examples/measured-draft"))}
+RECIPES = {"model": recipe_of(MODEL, MEASURED, 400), "draft": recipe_of(DRAFT, Path("examples/measured-draft"), 500)}
 
 
 def windows(tokenizer: Tokenizer, rng: random.Random, rows: int, length: int) -> Tensor:
@@ -285,7 +285,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=RECIPES, default="model", help="which checkpoint (model)")
     parser.add_argument("--out", type=Path, help="folder to write (examples/measured-model, examples/measured-draft)")
     parser.add_argument("--seed", type=int, default=7, help="seed of text, tokenizer and weights (7)")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps (400)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (model: 400, draft: 500)")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a step (2048)")
     parser.add_argument("--length", type=int, default=768, help="tokens of a window, at the end (768)")
     parser.add_argument("--vocab", type=int, default=1024, help="size of the vocabulary (1024)")
@@ -299,7 +299,7 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
     recipe = RECIPES[args.kind]
-    args.out = args.out or recipe.out
+    args.out, args.steps = args.out or recipe.out, args.steps or recipe.steps
     if args.kind == "draft":
         tokenizer = Tokenizer.from_file(str(MEASURED / "tokenizer.json"))
     else:
