@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvmesh.errors import DeadlinePassed, KvmeshError, Paused, RequestAborted
+from kvmesh.instance.order_holds import OrderHolds, OrderIdentity
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +42,13 @@ class PausableHalf(Protocol):
 
 class InstancePause:
     """Pauses and resumes. `halves` are in the order in which they are emptied, decode before prefill: what decode has
-    taken needs its prompt computed. `reason` is "" unless it is paused."""
+    taken needs its prompt computed. `reason` is "" unless it is paused; `holds` say what keeps it so."""
 
     def __init__(self, instance_id: str, halves: Sequence[PausableHalf]) -> None:
         self._id = instance_id
         self._halves = halves
         self._resumes = 0
+        self.holds = OrderHolds()
         self.reason = ""
 
     @property
@@ -52,9 +56,18 @@ class InstancePause:
         """Whether it is paused and no request is left."""
         return bool(self.reason) and all(half.empty for half in self._halves)
 
-    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
-        """Pauses; returns how many requests were ended, once none is left. Raises DeadlinePassed if some are: the
-        instance stays paused, and no new ones come."""
+    async def pause(
+        self,
+        mode: PauseMode,
+        reason: str,
+        deadline_s: float,
+        order: OrderIdentity | None = None,
+        for_s: float = math.inf,
+    ) -> int:
+        """Pauses, for an order or by hand; returns how many requests were ended, once none is left. Raises
+        DeadlinePassed if some are: the instance stays paused, and no new ones come. Raises as `OrderHolds.check`
+        does."""
+        self.holds.pause(order, reason or "by an operator", time.monotonic(), for_s)
         self.reason = reason or "by an operator"
         error = Paused(f"{Paused.PREFIX}{self.reason}", retry_after_ms=100)
         loop, resumes, ended = asyncio.get_running_loop(), self._resumes, 0
@@ -74,10 +87,16 @@ class InstancePause:
         log.info("paused (%s): %d requests ended", self.reason, ended)
         return ended
 
-    def resume(self) -> None:
-        """Takes requests again."""
-        self._resumes += 1
-        self.reason = ""
+    def follow_holds(self, epoch: int) -> bool:
+        """Takes requests again where nothing holds the instance any more, and refuses new ones where something does;
+        its weights are whole, and of this epoch. Returns whether it does the other now."""
+        why, was = self.holds.why_paused(epoch, time.monotonic()), self.reason
+        self.reason = why
+        if bool(why) == bool(was):
+            return False
+        self._resumes += not why
+        error = Paused(f"{Paused.PREFIX}{why}", retry_after_ms=100) if why else None
         for half in self._halves:
-            half.refuse(None)
-        log.info("resumed")
+            half.refuse(error)
+        log.info("takes no requests: %s", why) if why else log.info("resumed")
+        return True

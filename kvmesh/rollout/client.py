@@ -160,10 +160,10 @@ class RolloutClient:
         group.seconds = time.monotonic() - start
         return group
 
-    async def pause(self, mode: str = "keep", timeout_s: float = 60.0) -> int:
-        """Pauses the model: no new tokens until `resume`. Requests in flight go on then ("keep"), end now ("abort"), or
-        end before the pause begins ("finish"). Returns how many did not finish."""
-        return int((await self._order("pause", {"mode": mode}, timeout_s))["ended"])
+    async def pause(self, mode: str = "keep", timeout_s: float = 60.0, for_s: float | None = None) -> int:
+        """Pauses the model: no new tokens until `resume`, or for `for_s` where that is told. Requests in flight go on
+        then ("keep"), end now ("abort"), or end before the pause begins ("finish"). Returns how many did not finish."""
+        return int((await self._order("pause", {"mode": mode, "for_s": for_s}, timeout_s))["ended"])
 
     async def resume(self) -> int:
         """Lets the model go on. Returns the epoch of its weights."""

@@ -214,6 +214,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "Pause": _may(_C, _O),
         "Resume": _may(_C, _O),
         "UpdateWeights": _may(_C, _O),
+        "HoldOrder": _may(_C, _O),
     },
     "kvmesh.v1.RankHost": {
         "Run": _may(_I, claim="hello.instance.instance_id"),

@@ -179,7 +179,8 @@ class Steps:
         costs = self.draft_costs if costs is None else costs
         hopes: bool | None = None  # where it is known already
         if self.begin is not None and prefill is None:
-            hopes = self._hopes(costs)
+            # Where no row has room for a draft nothing is worth the wait for the step in flight.
+            hopes = any(self.rows.room_for_drafts(bool(self._snapshots))) and self._hopes(costs)
             if not hopes:
                 self._run_ahead(self.begin)
                 return
@@ -188,7 +189,7 @@ class Steps:
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
         hopes = self._hopes(costs) if hopes is None else hopes
-        drafted = self._propose(costs) if hopes else None
+        drafted = self._proposed(costs) if hopes else None
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers, drafted)
         else:
@@ -336,6 +337,18 @@ class Steps:
     def _hopes(self, costs: DraftCosts) -> bool:
         """Whether a draft for any of the rows may be worth its cost."""
         return self._speculator is not None and self._speculator.hopes(self.rows.handles(), costs)
+
+    def _proposed(self, costs: DraftCosts) -> DraftedRows | None:
+        """Returns what `_propose` does. Where that fails the live rows do, as in any other step; it raises where other
+        ranks may not have failed, for then it is unknown where they stand."""
+        try:
+            return self._propose(costs)
+        except Exception as error:
+            if self._runner.mesh.world.size > 1 and not isinstance(error, KvmeshError):
+                raise
+            log.exception("drafts failed")
+            self._rows_failed(self.rows.handles(), error)
+            return None
 
     def _propose(self, costs: DraftCosts) -> DraftedRows | None:
         """Returns the live rows with their drafts; None where there is no draft."""

@@ -60,6 +60,11 @@ class InstanceStub:
                 request_serializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.HoldOrder = channel.unary_unary(
+                '/kvmesh.v1.Instance/HoldOrder',
+                request_serializer=kvmesh_dot_v1_dot_instance__pb2.HoldOrderRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_instance__pb2.HoldOrderResponse.FromString,
+                _registered_method=True)
 
 
 class InstanceServicer:
@@ -103,6 +108,14 @@ class InstanceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldOrder(self, request, context):
+        """Begin a conductor's order here, or renew its lease. While the lease runs no other order changes this instance. When
+        it ends without news the order is over, and what it has paused goes on by itself if its weights are whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InstanceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +143,11 @@ def add_InstanceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'HoldOrder': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldOrder,
+                    request_deserializer=kvmesh_dot_v1_dot_instance__pb2.HoldOrderRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_instance__pb2.HoldOrderResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +286,33 @@ class Instance:
             '/kvmesh.v1.Instance/UpdateWeights',
             kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.SerializeToString,
             kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldOrder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Instance/HoldOrder',
+            kvmesh_dot_v1_dot_instance__pb2.HoldOrderRequest.SerializeToString,
+            kvmesh_dot_v1_dot_instance__pb2.HoldOrderResponse.FromString,
             options,
             channel_credentials,
             insecure,

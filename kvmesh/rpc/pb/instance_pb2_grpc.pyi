@@ -48,6 +48,10 @@ class InstanceStub:
     Resume: _grpc.UnaryUnaryMultiCallable[_instance_pb2.ResumeRequest, _instance_pb2.ResumeResponse]
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_instance_pb2.UpdateWeightsRequest, _instance_pb2.UpdateWeightsResponse]
     """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
+    HoldOrder: _grpc.UnaryUnaryMultiCallable[_instance_pb2.HoldOrderRequest, _instance_pb2.HoldOrderResponse]
+    """Begin a conductor's order here, or renew its lease. While the lease runs no other order changes this instance. When
+    it ends without news the order is over, and what it has paused goes on by itself if its weights are whole.
+    """
 
 @_typing.type_check_only
 class InstanceAsyncStub(InstanceStub):
@@ -69,6 +73,10 @@ class InstanceAsyncStub(InstanceStub):
     Resume: _aio.UnaryUnaryMultiCallable[_instance_pb2.ResumeRequest, _instance_pb2.ResumeResponse]  # type: ignore[assignment]
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_instance_pb2.UpdateWeightsRequest, _instance_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
+    HoldOrder: _aio.UnaryUnaryMultiCallable[_instance_pb2.HoldOrderRequest, _instance_pb2.HoldOrderResponse]  # type: ignore[assignment]
+    """Begin a conductor's order here, or renew its lease. While the lease runs no other order changes this instance. When
+    it ends without news the order is over, and what it has paused goes on by itself if its weights are whole.
+    """
 
 class InstanceServicer(metaclass=_abc_1.ABCMeta):
     """What every instance answers about itself, whatever its role."""
@@ -117,5 +125,15 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.UpdateWeightsResponse, _abc.Awaitable[_instance_pb2.UpdateWeightsResponse]]:
         """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
+
+    @_abc_1.abstractmethod
+    def HoldOrder(
+        self,
+        request: _instance_pb2.HoldOrderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.HoldOrderResponse, _abc.Awaitable[_instance_pb2.HoldOrderResponse]]:
+        """Begin a conductor's order here, or renew its lease. While the lease runs no other order changes this instance. When
+        it ends without news the order is over, and what it has paused goes on by itself if its weights are whole.
+        """
 
 def add_InstanceServicer_to_server(servicer: InstanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
