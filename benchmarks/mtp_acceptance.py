@@ -7,7 +7,8 @@ answer as speculation does: it is asked behind the last token that is kept, its 
 it goes on behind the first token that is not. "first" is the share of drafts whose first token is kept, "a step" how
 many tokens a step makes, the one included that the model itself chooses; "asked" the tokens that are drafted for each
 that is kept. `mtp` begins with the answer, as on a decode instance that was given no KV of the head; `mtp+prompt` has
-gone through the prompt, too, as where prefill and decode are one instance.
+gone through the prompt, too, as where prefill and decode are one instance. `draft` is the model of `--draft-model`,
+which reads the prompt itself.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kvmesh.drafts.suffix import SuffixDrafter
 from kvmesh.engine.attention.backend import AttentionBackend, TokenSpan
 from kvmesh.engine.batch import DecodeInput, PrefillInput, SampleParams
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.draft_model import MOST_CATCH_UP, ModelDrafter
 from kvmesh.engine.mtp import MtpDrafter
 from kvmesh.engine.rope import Rotation
 from kvmesh.engine.runner import Runner, shard_layout, torch_dtype
@@ -97,6 +99,14 @@ class Answerer:
         return self.runner.model.hidden(torch.tensor(token_ids), plan.positions, attend)
 
 
+def model_drafter(path: Path, target: Runner) -> ModelDrafter:
+    """Returns what drafts for a target by the model in a folder."""
+    checkpoint = open_checkpoint(path)
+    layout = shard_layout(checkpoint.config, target.dtype, BLOCK)
+    pages = torch.zeros(PAGES, *layout.shape, dtype=target.dtype)
+    return ModelDrafter(Runner(checkpoint, target.dtype, "cpu", BLOCK, pages), target.config.vocab_size)
+
+
 def follow(drafter: Drafter, handle: int, answer: Answer, most: int, from_prompt: bool, kept: Kept) -> None:
     """Drafts through one answer, and counts."""
     prompt, tokens, before = answer.prompt, answer.tokens, len(answer.prompt) - 1
@@ -107,6 +117,9 @@ def follow(drafter: Drafter, handle: int, answer: Answer, most: int, from_prompt
             drafter.extend(handle, told, answer.hidden[at : at + len(told)])
             drafter.propose([handle], [1])
     at = 1  # tokens that are known
+    if isinstance(drafter, ModelDrafter):
+        for _ in range(0, len(prompt), MOST_CATCH_UP):  # as while others draft
+            drafter.propose([handle], [1])
     while at < len(tokens):
         [draft] = drafter.propose([handle], [most])
         right = 0
@@ -129,6 +142,7 @@ def follow(drafter: Drafter, handle: int, answer: Answer, most: int, from_prompt
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mtp_acceptance", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", type=Path, default=Path("examples/measured-model"))
+    parser.add_argument("--draft-model", type=Path, help="model that drafts, of the same tokenizer; none: no such rows")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--chats", type=int, default=12, help="chats of each kind (12)")
     parser.add_argument("--tokens", type=int, default=160, help="longest answer, in tokens (160)")
@@ -152,6 +166,8 @@ def main() -> None:
             "mtp": MtpDrafter(model.runner, PAGES),
             "mtp+prompt": MtpDrafter(model.runner, PAGES),
         }
+        if args.draft_model:
+            drafters["draft"] = model_drafter(args.draft_model, model.runner)
         figures[kind] = {}
         for name, drafter in drafters.items():
             kept = Kept()

@@ -15,7 +15,7 @@ Kinds of text: *repetitive* asks for a list again, greedily; *code* goes on with
 other, greedily; *rollout* samples several answers to one prompt; *hostile* is a prompt of random tokens, answered at a
 temperature at which nothing is to be foreseen. *asked-code*, *asked-chat* and *asked-rollout* are held-out chats of
 those that `examples/measured-model` was trained on (`scripts.measured_texts`), another one each round, greedily. Where
-the checkpoint has an MTP head, it drafts, too.
+the checkpoint has an MTP head, it drafts, too, and so does the model of `--draft-model`, which has the same tokenizer.
 
 With `--layers` a copy of the model is measured that has so many layers: those behind its own compute as much as others
 and add nothing, so that it says the same, and a step of its head is as small a part of its own as in a model of that
@@ -43,11 +43,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks.turns import interval, ratios
+from kvmesh.drafts.drafter import Drafter
 from kvmesh.drafts.ngram import NgramDrafter
 from kvmesh.drafts.speculator import MOST_DRAFT, Speculator
 from kvmesh.drafts.suffix import SuffixDrafter
 from kvmesh.engine.batch import PrefillInput, SampleParams
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.draft_model import ModelDrafter, check_draft_model
 from kvmesh.engine.mtp import MtpDrafter
 from kvmesh.engine.runner import Runner, shard_layout, torch_dtype
 from kvmesh.kvcache.keys import pack_tokens
@@ -86,6 +88,7 @@ class Bench:
     dtype: str
     tokens: int
     batch: int
+    draft: Path | None = None
     prompts: list[list[int]] = field(default_factory=list)  # one a round, in turn
     temperature: float = 0.0
     said: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -93,7 +96,7 @@ class Bench:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checkpoint = open_checkpoint(self.path)
+        checkpoint = self.checkpoint = open_checkpoint(self.path)
         layout = shard_layout(checkpoint.config, self.dtype, BLOCK)
         self.longest = checkpoint.config.max_context_tokens
         self.vocab = checkpoint.config.vocab_size
@@ -107,13 +110,15 @@ class Bench:
 
     @property
     def ways(self) -> list[str]:
-        return [name for name in WAYS if self.runner.mtp is not None or "mtp" not in name]
+        lacks = [kind for kind, there in (("mtp", self.runner.mtp), ("draft", self.draft)) if there is None]
+        return [name for name in WAYS if not any(kind in name for kind in lacks)]
 
     def run(self, way: str, speculators: dict[str, Speculator | None]) -> None:
         """Answers all requests of a round. A speculator lives as long as a rank does: it is kept from round to
         round."""
         if way not in speculators:
-            speculators[way] = WAYS[way](self.runner)
+            drafters = [DRAFTERS[kind](self) for kind in WAYS[way]]
+            speculators[way] = Speculator(drafters, MOST_DRAFT) if drafters else None
         messages: list[Any] = []
         pusher: Any = NoPusher()
         steps = Steps(self.runner, pusher, BLOCK, messages.append, speculator=speculators[way])
@@ -143,13 +148,34 @@ class Bench:
 
 
 HEAD_PAGES = 1024
-WAYS: dict[str, Callable[[Runner], Speculator | None]] = {
-    "off": lambda _: None,
-    "again": lambda _: None,  # off once more: what the machine alone makes of a ratio
-    "ngram": lambda _: Speculator([NgramDrafter()], MOST_DRAFT),
-    "suffix": lambda _: Speculator([SuffixDrafter()], MOST_DRAFT),
-    "mtp": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES)], MOST_DRAFT),
-    "mtp+ngram": lambda runner: Speculator([MtpDrafter(runner, HEAD_PAGES), NgramDrafter()], MOST_DRAFT),
+
+
+def model_drafter(bench: Bench) -> ModelDrafter:
+    """Returns what drafts by the model of --draft-model, with room for all requests."""
+    assert bench.draft is not None
+    checkpoint = open_checkpoint(bench.draft)
+    check_draft_model(checkpoint, bench.checkpoint)
+    layout = shard_layout(checkpoint.config, bench.dtype, BLOCK)
+    pages = torch.zeros(bench.batch * bench.row_pages, *layout.shape, dtype=torch_dtype(bench.dtype))
+    return ModelDrafter(Runner(checkpoint, bench.dtype, "cpu", BLOCK, pages), bench.vocab)
+
+
+DRAFTERS: dict[str, Callable[[Bench], Drafter]] = {
+    "ngram": lambda _: NgramDrafter(),
+    "suffix": lambda _: SuffixDrafter(),
+    "mtp": lambda bench: MtpDrafter(bench.runner, HEAD_PAGES),
+    "draft": model_drafter,
+}
+WAYS: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "again": (),  # off once more: what the machine alone makes of a ratio
+    "ngram": ("ngram",),
+    "suffix": ("suffix",),
+    "mtp": ("mtp",),
+    "mtp+ngram": ("mtp", "ngram"),
+    "draft": ("draft",),
+    "draft+ngram": ("draft", "ngram"),
+    "draft+suffix": ("draft", "suffix"),
 }
 
 
@@ -236,6 +262,7 @@ def measure(bench: Bench, kind: str, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("examples/demo-model"))
+    parser.add_argument("--draft-model", type=Path, help="model that drafts, of the same tokenizer")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
@@ -248,7 +275,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as scratch:
         path = deepened(options.model, options.layers, Path(scratch)) if options.layers else options.model
-        bench = Bench(path, options.dtype, options.tokens, options.batch)
+        bench = Bench(path, options.dtype, options.tokens, options.batch, options.draft_model)
         measure_all(bench, options)
 
 
@@ -270,7 +297,7 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> None:
         for name in bench.ways:
             one = found[kind][name]
             print(
-                f"{kind:13} {name:9} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
+                f"{kind:13} {name:12} {one['tokens_per_s']:8.1f} tokens/s  {one['tokens_a_step']:5.2f} a step  "
                 f"kept {one['kept']}/{one['drafted']}  x{one['ratio']:.2f} [{one['interval'][0]:.2f}, "
                 f"{one['interval'][1]:.2f}]  by processor time x{one['cpu_ratio']:.3f} [{one['cpu_interval'][0]:.3f}, "
                 f"{one['cpu_interval'][1]:.3f}]",

@@ -1,4 +1,5 @@
-"""Train the checkpoint that speculation is measured with: a small GLM-4.5 whose layers are dense, with its MTP head.
+"""Train the checkpoints that speculation is measured with: a small GLM-4.5 whose layers are dense, with its MTP head,
+and a model of a sixth of its size and the same vocabulary that drafts for it.
 
 The head is layer `num_hidden_layers` of the files, as in those of GLM-4.5 and DeepSeek-V3: from the normed answer of
 the last layer at token i and the embedding of token i + 1 it tells token i + 2. It is trained beside the model, as the
@@ -12,7 +13,7 @@ import math
 import random
 import time
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -23,26 +24,33 @@ from scripts.demo_qwen3 import RMSNorm
 from scripts.measured_texts import KINDS, held_out, tokenizer_text, trained_on
 from scripts.train_demo import Recipe, encode_chat, optimizers_of, save, train_tokenizer
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 192, 3, 6, 2, 32, 432
-ROTATED, THETA = 16, 1e4
+HEAD_DIM, ROTATED, THETA = 32, 16, 1e4
 HEAD_LOSS = 0.3  # what the head's loss counts beside the model's
+
+
+class Sizes(NamedTuple):
+    """What one of the models is made of."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    mtp: bool  # with an MTP head
+
+
+MODEL = Sizes(192, 3, 6, 2, 432, mtp=True)
+DRAFT = Sizes(96, 2, 3, 1, 256, mtp=False)
 
 CONFIG: dict[str, object] = {
     "architectures": ["Glm4MoeForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "first_k_dense_replace": LAYERS + 1,
     "head_dim": HEAD_DIM,
     "hidden_act": "silu",
-    "hidden_size": HIDDEN,
     "initializer_range": 0.02,
-    "intermediate_size": INNER,
     "max_position_embeddings": 4096,
     "model_type": "glm4_moe",
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": KV_HEADS,
-    "num_nextn_predict_layers": 1,
     "partial_rotary_factor": ROTATED / HEAD_DIM,
     "rms_norm_eps": 1e-06,
     "rope_parameters": {"partial_rotary_factor": ROTATED / HEAD_DIM, "rope_theta": THETA, "rope_type": "default"},
@@ -52,23 +60,37 @@ CONFIG: dict[str, object] = {
 }
 
 
+def config_of(sizes: Sizes) -> dict[str, object]:
+    """Return config.json, but for tokens."""
+    return CONFIG | {
+        "first_k_dense_replace": sizes.layers + 1,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_attention_heads": sizes.heads,
+        "num_hidden_layers": sizes.layers,
+        "num_key_value_heads": sizes.kv_heads,
+        "num_nextn_predict_layers": int(sizes.mtp),
+    }
+
+
 class Attention(nn.Module):
     """Grouped-query attention with normed heads, of which a part rotates."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        hidden, self.heads, self.kv_heads = sizes.hidden, sizes.heads, sizes.kv_heads
+        self.q_proj = nn.Linear(hidden, self.heads * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * HEAD_DIM, bias=False)
+        self.o_proj = nn.Linear(self.heads * HEAD_DIM, hidden, bias=False)
         self.q_norm, self.k_norm = RMSNorm(HEAD_DIM), RMSNorm(HEAD_DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend causally over the whole sequence."""
         batch, length, _ = x.shape
-        q = rotate(self.q_norm(self.q_proj(x).view(batch, length, HEADS, HEAD_DIM)).transpose(1, 2))
-        k = rotate(self.k_norm(self.k_proj(x).view(batch, length, KV_HEADS, HEAD_DIM)).transpose(1, 2))
-        v = self.v_proj(x).view(batch, length, KV_HEADS, HEAD_DIM).transpose(1, 2)
+        q = rotate(self.q_norm(self.q_proj(x).view(batch, length, self.heads, HEAD_DIM)).transpose(1, 2))
+        k = rotate(self.k_norm(self.k_proj(x).view(batch, length, self.kv_heads, HEAD_DIM)).transpose(1, 2))
+        v = self.v_proj(x).view(batch, length, self.kv_heads, HEAD_DIM).transpose(1, 2)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return mixed
@@ -87,11 +109,11 @@ def rotate(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """Gated feed-forward layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(HIDDEN, INNER, bias=False)
-        self.up_proj = nn.Linear(HIDDEN, INNER, bias=False)
-        self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
+        self.gate_proj = nn.Linear(sizes.hidden, sizes.inner, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden, sizes.inner, bias=False)
+        self.down_proj = nn.Linear(sizes.inner, sizes.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
@@ -102,10 +124,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One decoder layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(), MLP()
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
+        self.self_attn, self.mlp = Attention(sizes), MLP(sizes)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(sizes.hidden), RMSNorm(sizes.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply attention, then the feed-forward layer, each on a residual path."""
@@ -117,18 +139,19 @@ class Block(nn.Module):
 class SharedHead(nn.Module):
     """The norm before the output matrix, which is the model's."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(HIDDEN)
+        self.norm = RMSNorm(hidden)
 
 
 class HeadBlock(Block):
     """The MTP head: a layer of its own behind the two norms and the matrix that joins what they answer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enorm, self.hnorm, self.shared_head = RMSNorm(HIDDEN), RMSNorm(HIDDEN), SharedHead()
-        self.eh_proj = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        hidden = sizes.hidden
+        self.enorm, self.hnorm, self.shared_head = RMSNorm(hidden), RMSNorm(hidden), SharedHead(hidden)
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
 
     def ahead(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Return what the output matrix is given, of hidden states and the embeddings of the tokens after them."""
@@ -139,30 +162,41 @@ class HeadBlock(Block):
 
 
 class Glm4(nn.Module):
-    """The decoder with tied embeddings, and its head as one layer more."""
+    """The decoder with tied embeddings, and its head, if it has one, as one layer more."""
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, vocab: int, sizes: Sizes) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab, HIDDEN)
-        self.layers = nn.ModuleList([*(Block() for _ in range(LAYERS)), HeadBlock()])
-        self.norm = RMSNorm(HIDDEN)
+        self.sizes = sizes
+        self.embed_tokens = nn.Embedding(vocab, sizes.hidden)
+        blocks = [Block(sizes) for _ in range(sizes.layers)]
+        self.layers = nn.ModuleList([*blocks, HeadBlock(sizes)] if sizes.mtp else blocks)
+        self.norm = RMSNorm(sizes.hidden)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 small = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=HIDDEN**-0.5 * (0.05 if small else 1.0))
+                nn.init.normal_(parameter, std=sizes.hidden**-0.5 * (0.05 if small else 1.0))
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute `[B, L]` → logits of tokens 1 to L, and those of the head of tokens 2 to L: `[B, L, V]` and
-        `[B, L - 1, V]`."""
+        `[B, L - 1, V]`, None without a head."""
         x = embedded = self.embed_tokens(ids)
-        for layer in self.layers[:LAYERS]:
+        for layer in self.layers[: self.sizes.layers]:
             x = layer(x)
         hidden = self.norm(x)
-        ahead = cast(HeadBlock, self.layers[LAYERS]).ahead(embedded[:, 1:], hidden[:, :-1])
-        return functional.linear(hidden, self.embed_tokens.weight), functional.linear(ahead, self.embed_tokens.weight)
+        logits = functional.linear(hidden, self.embed_tokens.weight)
+        if not self.sizes.mtp:
+            return logits, None
+        ahead = cast(HeadBlock, self.layers[self.sizes.layers]).ahead(embedded[:, 1:], hidden[:, :-1])
+        return logits, functional.linear(ahead, self.embed_tokens.weight)
 
 
-RECIPE = Recipe(Glm4, lambda *_: None, CONFIG, Path("examples/measured-model"), 400)
+def recipe_of(sizes: Sizes, out: Path, steps: int) -> Recipe:
+    """Return how a model of these sizes is trained."""
+    return Recipe(lambda vocab: Glm4(vocab, sizes), lambda *_: None, config_of(sizes), out, steps)
+
+
+MEASURED = Path("examples/measured-model")
+RECIPES = {"model": recipe_of(MODEL, MEASURED, 400), "draft": recipe_of(DRAFT, Path("examples/measured-draft"), 500)}
 
 
 def windows(tokenizer: Tokenizer, rng: random.Random, rows: int, length: int) -> Tensor:
@@ -177,9 +211,11 @@ def windows(tokenizer: Tokenizer, rng: random.Random, rows: int, length: int) ->
 
 
 def losses(model: Glm4, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean loss of the model and of its head over windows."""
+    """Return the mean loss of the model and of its head, 0 without one, over windows."""
     logits, ahead = model(ids[:, :-1])
     own = functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    if ahead is None:
+        return own, torch.zeros(())
     return own, functional.cross_entropy(ahead.float().flatten(0, 1), ids[:, 2:].flatten())
 
 
@@ -187,27 +223,30 @@ def losses(model: Glm4, ids: Tensor) -> tuple[Tensor, Tensor]:
 def measure(model: Glm4, tokenizer: Tokenizer, kind: str, count: int = 24) -> dict[str, float]:
     """Measure one kind of held-out text: losses over its answers, how often the model tells the next token of the text,
     and how often the head tells what the model would (both greedy, after the tokens of the text)."""
-    sums = dict.fromkeys(("loss", "head_loss", "right", "accepted"), 0.0)
+    names = ("loss", "right", "head_loss", "accepted")
+    sums = dict.fromkeys(names if model.sizes.mtp else names[:2], 0.0)
     tokens = 0
     for chat in held_out(kind, count):
         ids, mask = encode_chat(tokenizer, chat)
         row = torch.tensor([ids])
         logits, ahead = model(row[:, :-1])
         wanted = torch.tensor(mask)[2:]
-        own, told, target = logits[0, 1:][wanted].float(), ahead[0][wanted].float(), row[0, 2:][wanted]
+        own, target = logits[0, 1:][wanted].float(), row[0, 2:][wanted]
         sums["loss"] += float(functional.cross_entropy(own, target, reduction="sum"))
-        sums["head_loss"] += float(functional.cross_entropy(told, target, reduction="sum"))
         sums["right"] += int((own.argmax(-1) == target).sum())
-        sums["accepted"] += int((own.argmax(-1) == told.argmax(-1)).sum())
+        if ahead is not None:
+            told = ahead[0][wanted].float()
+            sums["head_loss"] += float(functional.cross_entropy(told, target, reduction="sum"))
+            sums["accepted"] += int((own.argmax(-1) == told.argmax(-1)).sum())
         tokens += len(target)
     return {name: value / tokens for name, value in sums.items()}
 
 
-def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Glm4:
-    """Train from the seed until `steps` or `seconds` are over; the rate falls to nearly nothing by then."""
+def train(args: argparse.Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Glm4:
+    """Train from the seed until `steps` are over; the rate falls to nearly nothing by then."""
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    model = Glm4(tokenizer.get_vocab_size())
+    model = cast(Glm4, recipe.build(tokenizer.get_vocab_size()))
     optimizers = optimizers_of(model, args.lr)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     began = time.time()
@@ -230,7 +269,7 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Glm4:
             clock = time.time() - began
             print(f"step {step} loss {own.item():.4f} head {head.item():.4f} seconds {clock:.0f}", flush=True)
         if step % 100 == 99:
-            save(args.out, RECIPE, tokenizer, model)
+            save(args.out, recipe, tokenizer, model)
     return model
 
 
@@ -238,13 +277,15 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.train_measured",
-        description="Train the checkpoint that speculation is measured with: a GLM-4.5 of 1.7 million parameters, all "
-        "of its layers dense, with an MTP head. Texts are made from the seed, nothing is fetched; it takes about ten "
-        "minutes of one core. The same seed, options and torch build give the same weights.",
+        description="Train the checkpoints that speculation is measured with: a GLM-4.5 of 1.7 million parameters, all "
+        "of its layers dense, with an MTP head (--kind model), or the one of 0.3 million that drafts for it (--kind "
+        "draft), which takes that one's tokenizer. Texts are made from the seed, nothing is fetched; it takes ten "
+        "minutes of one core, the small one two. The same seed, options and torch build give the same weights.",
     )
-    parser.add_argument("--out", type=Path, default=RECIPE.out, help="folder to write (examples/measured-model)")
+    parser.add_argument("--kind", choices=RECIPES, default="model", help="which checkpoint (model)")
+    parser.add_argument("--out", type=Path, help="folder to write (examples/measured-model, examples/measured-draft)")
     parser.add_argument("--seed", type=int, default=7, help="seed of text, tokenizer and weights (7)")
-    parser.add_argument("--steps", type=int, default=RECIPE.steps, help=f"optimizer steps ({RECIPE.steps})")
+    parser.add_argument("--steps", type=int, help="optimizer steps (model: 400, draft: 500)")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a step (2048)")
     parser.add_argument("--length", type=int, default=768, help="tokens of a window, at the end (768)")
     parser.add_argument("--vocab", type=int, default=1024, help="size of the vocabulary (1024)")
@@ -257,9 +298,14 @@ def main() -> None:
     """Run the command line."""
     args = arguments()
     torch.set_num_threads(1)
-    tokenizer = train_tokenizer(tokenizer_text(args.seed), args.vocab)
-    model = train(args, tokenizer)
-    save(args.out, RECIPE, tokenizer, model)
+    recipe = RECIPES[args.kind]
+    args.out, args.steps = args.out or recipe.out, args.steps or recipe.steps
+    if args.kind == "draft":
+        tokenizer = Tokenizer.from_file(str(MEASURED / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(tokenizer_text(args.seed), args.vocab)
+    model = train(args, recipe, tokenizer)
+    save(args.out, recipe, tokenizer, model)
     for kind in KINDS:
         print(kind, " ".join(f"{name} {value:.3f}" for name, value in measure(model, tokenizer, kind).items()))
 

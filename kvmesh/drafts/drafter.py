@@ -35,10 +35,12 @@ class Drafter(Protocol):
     steps.
 
     With `needs_hidden` it is given what the model computes behind its last layer, before the final norm's product with
-    the vocabulary."""
+    the vocabulary. One that `computes` takes the device's time for its drafts: that is measured, and it is asked where
+    it is worth that."""
 
     name: str
     needs_hidden: bool
+    computes: bool
 
     def begin(self, handle: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Takes a row that joins the batch: its prompt, and the answer so far, of which the last token's KV is not

@@ -28,6 +28,7 @@ class NgramDrafter:
 
     name = "ngram"
     needs_hidden = False
+    computes = False
 
     def __init__(self, least: int = LEAST_MATCH, most: int = MOST_MATCH) -> None:
         self._least, self._most = least, most

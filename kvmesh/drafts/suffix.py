@@ -89,6 +89,7 @@ class SuffixDrafter:
 
     name = "suffix"
     needs_hidden = False
+    computes = False
 
     def __init__(self, most_tokens: int = MOST_TOKENS, most_prompts: int = MOST_PROMPTS) -> None:
         self._most_tokens, self._most_prompts = most_tokens, most_prompts

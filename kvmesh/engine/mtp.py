@@ -53,6 +53,7 @@ class MtpDrafter:
 
     name = "mtp"
     needs_hidden = True
+    computes = True
 
     def __init__(self, runner: Runner, num_pages: int, least: float | None = None) -> None:
         if runner.mtp is None:

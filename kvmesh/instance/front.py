@@ -232,6 +232,7 @@ class Front:
             cache_groups=c.cache_groups,
             speculate=getattr(c, "speculate", NO_DRAFTS),  # of an instance that decodes
             max_draft_tokens=getattr(c, "max_draft_tokens", 0),
+            draft_model=getattr(c, "draft_model", ""),
         )
 
     def settled(self, config: Settled) -> Settled:

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvmesh.drafts.step_share import NO_COSTS, DraftCosts
 from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
 
@@ -34,22 +35,22 @@ SHARED = (m.PrefillStep, m.Join, m.Grant, m.DropPages, m.Leave, m.Profile)
 # sent on what its stage has made, and so has touched the step's pages for the last time.
 SPEAKERS = (m.DecodeStepDone, m.Stalled, m.Left)
 
-WIRE = struct.Struct("<Q??QQI")
+WIRE = struct.Struct("<Q??QQII")
 
 
 class Turn(NamedTuple):
     """What the leader tells its followers before it goes on: how many shared commands it has applied, and whether it
     runs a step. `step_id` is the PrefillStep that it has before it (0: none), which is part of this step if it is
-    `due`, and `rows` is the number of rows in its batch: a follower that has something else is not in step. `share` is
-    what one more token adds to a step of its rows, in millionths, by the leader's own times: how long drafts are
-    follows from it, at every rank alike."""
+    `due`, and `rows` is the number of rows in its batch: a follower that has something else is not in step. The rest
+    are its `DraftCosts`, by its own times: how long drafts are follows from them, at every rank alike."""
 
     applied: int
     run: bool
     due: bool
     step_id: int
     rows: int
-    share: int = 0
+    verified_ppm: int = 0
+    drafted_ppm: int = 0
 
     def encode(self) -> bytes:
         return WIRE.pack(*self)
@@ -80,12 +81,12 @@ class LockstepLeader:
         self._applied += isinstance(message, SHARED)
         return message
 
-    def turn(self, run: bool, due: bool, step_id: int, rows: int, share: int = 0) -> Turn | None:
+    def turn(self, run: bool, due: bool, step_id: int, rows: int, costs: DraftCosts = NO_COSTS) -> Turn | None:
         """Returns what the followers must be told before this rank goes on; None if there is nothing new."""
         if not run and self._applied == self._told:
             return None
         self._told = self._applied
-        return Turn(self._applied, run, due, step_id, rows, share)
+        return Turn(self._applied, run, due, step_id, rows, *costs)
 
 
 class Follower:

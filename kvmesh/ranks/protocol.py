@@ -504,6 +504,7 @@ class Configure(Message, frozen=True):
     cache_groups: bool = False
     speculate: str = "off"  # which drafts are verified (kvmesh.ranks.speculation)
     max_draft_tokens: int = 0
+    draft_model: str = ""  # the folder of the draft model; "" = none drafts
     rollout_folders: tuple[str, ...] = ()  # below which new weights may lie; () = the parent of the model's folder
     rollout_trainers: tuple[str, ...] = ()  # hosts and networks of trainers; () = this host, under TLS any
     mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvmesh.drafts.step_share import DraftCosts
 from kvmesh.errors import InternalError, KvmeshError, RanksLost
 from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
@@ -197,10 +198,10 @@ class RankLoop:
             if worker.keeps_rounds:
                 run, call = self._wake.choose(*worker.rounds, run)
                 others.call(call)
-            share = worker.share_ppm
-            followers.tell(commands.turn(run, due, self._step_id, worker.rows, share))
+            costs = worker.draft_costs
+            followers.tell(commands.turn(run, due, self._step_id, worker.rows, costs))
             if run:
-                self._step(worker, due, share)
+                self._step(worker, due, costs)
 
     def _follow(self, worker: AnyWorker, commands: Follower, leader: LeaderPort, timeout_s: float) -> None:
         """Runs the leader's steps. Raises InternalError when the leader is gone, or commands that it has applied do not
@@ -223,7 +224,7 @@ class RankLoop:
                 if turn is not None:
                     check(turn, self._step_id, worker.rows)
                     if turn.run:
-                        self._step(worker, turn.due, turn.share)
+                        self._step(worker, turn.due, DraftCosts(turn.verified_ppm, turn.drafted_ppm))
                 done = turn is None
             now = time.monotonic()
             if not commands.behind:
@@ -252,8 +253,8 @@ class RankLoop:
         """Whether there is a PrefillStep and all loads before it are done. Until then rows step without it."""
         return bool(self._steps) and worker.loaded(self._steps[0][1])
 
-    def _step(self, worker: AnyWorker, due: bool, share: int) -> None:
-        worker.step(self._steps.popleft()[0] if due else None, self._take_urgent, share)
+    def _step(self, worker: AnyWorker, due: bool, costs: DraftCosts) -> None:
+        worker.step(self._steps.popleft()[0] if due else None, self._take_urgent, costs)
 
     def _configure(self, configure: m.Configure) -> bool:
         try:

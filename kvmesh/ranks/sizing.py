@@ -20,6 +20,7 @@ MIB, GIB = 1 << 20, 1 << 30
 CPU_SHARE = 0.7  # of the memory that is available, for all ranks of a machine; the rest is the user's and the services'
 UNKNOWN_SHARE = 0.25  # ... for one instance, where nobody says how many there are
 CUDA_SHARE = 0.9  # of a GPU's memory: the rest is for libraries' workspaces, fragments and what nobody counted
+DRAFT_SHARE = 4  # KV of a draft model takes no more than this part of the bytes of the model's
 RANK_BYTES = 384 * MIB  # of a rank without its model: torch, buffers of the transfer engine
 LIBRARY_BYTES = GIB  # of a process on a GPU beside torch's own, where others come and go while it measures
 GRAPH_BYTES = 24 * MIB  # what the driver keeps of one captured step
@@ -189,6 +190,12 @@ def longest_context(counts: Sequence[int], needs: Sequence[GroupNeed], block_tok
     """Returns the tokens of the longest request that so many blocks hold; None where no group keeps all."""
     full = (count for count, need in zip(counts, needs, strict=True) if need.peak is None or count < need.peak)
     return min((count * block_tokens for count in full), default=None)
+
+
+def draft_pages(pages: int, page_bytes: int, draft_page_bytes: int) -> int:
+    """Returns how many pages a draft model has for its KV beside so many of the model's: as many, unless they would
+    take more than a DRAFT_SHARE-th of the model's bytes."""
+    return max(1, min(pages, pages * page_bytes // (DRAFT_SHARE * draft_page_bytes)))
 
 
 def choose_pages(room: int, taken: Mapping[str, int], need: PageNeed, source: str, most_bytes: int = 0) -> ChosenPages:

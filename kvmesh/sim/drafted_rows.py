@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from kvmesh.drafts.drafter import MOST_STRENGTH, NO_DRAFT, Draft
 from kvmesh.drafts.speculator import NOBODYS, DraftOf, Speculator
-from kvmesh.drafts.step_share import StepShare
+from kvmesh.drafts.step_share import DraftCosts, StepShare
 from kvmesh.services.decode.step_times import StepTimes
 from kvmesh.sim.changes import StepClock
 from kvmesh.sim.hardware.speculation import Speculation, SpeculationModel
@@ -32,6 +32,7 @@ class SimulatedDrafter:
     """A drafter (`kvmesh.drafts.drafter`) whose drafts are right as often as a model of them says."""
 
     needs_hidden = False
+    computes = False  # a head's time is here part of steps with drafts, not counted apart as live
 
     def __init__(self, model: SpeculationModel, seed: str) -> None:
         self.name = model.drafter
@@ -212,13 +213,13 @@ class DraftedRows:
     def _draft(self) -> int:
         """Asks for drafts where they may be worth it; returns how many tokens of them are computed."""
         rows, block = list(self.rows), self._block
-        handles, ppm = [row.number for row in rows], self._share.ppm
+        handles, costs = [row.number for row in rows], DraftCosts(self._share.ppm)
         self._found = []
-        if not self.speculator.hopes(handles, ppm):
+        if not self.speculator.hopes(handles, costs):
             return 0
         ends = [max(self.pages_of(row), -(-(row.context + 1) // block)) * block for row in rows]
         room = [min(end - row.context, row.left) - 1 for end, row in zip(ends, rows, strict=True)]
-        self._found = self.speculator.propose(handles, room, ppm)
+        self._found = self.speculator.propose(handles, room, costs)
         return sum(len(one.draft.tokens) for one in self._found)
 
     def _heads_s(self) -> float:

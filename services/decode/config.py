@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
-from kvmesh.ranks.speculation import NO_DRAFTS, SPECULATE, check_speculation
+from kvmesh.ranks.speculation import NO_DRAFTS, SPECULATE, check_draft_folder, check_speculation
 from kvmesh.services.decode.limits import Limits
 
 _MS = {"min": 1}
@@ -78,14 +78,23 @@ class DecodeConfig(InstanceConfig):
         default=NO_DRAFTS,
         metadata={
             "help": "Guess tokens and verify several in one step (docs/howto/speculate.md): ngram copies from a "
-            "request's own text, suffix from answers to the same prompt, too; mtp asks the model's MTP head, mtp+ngram "
-            "takes the better guess of both; off: one token a step.",
+            "request's own text, suffix from answers to the same prompt, too; mtp asks the model's MTP head, draft a "
+            "small model (draft_model); mtp+ngram, mtp+suffix, draft+ngram and draft+suffix ask it where copying finds "
+            "nothing as good; off: one token a step.",
             "choices": SPECULATE,
         },
     )
     max_draft_tokens: int = field(
         default=7,
         metadata={"help": "Tokens that are guessed for one request in one step at most.", "min": 1, "max": 7},
+    )
+    draft_model: str = field(
+        default="",
+        metadata={
+            "help": "Folder of the model that drafts where speculate says draft: of any family that is served and "
+            "keeps no states, with the same tokenizer.",
+            "metavar": "FOLDER",
+        },
     )
     connect_ms: int = field(
         default=5_000, metadata={"help": "Longest wait for a prefill instance to answer hello.", **_MS}
@@ -105,6 +114,7 @@ class DecodeConfig(InstanceConfig):
                 raise _bad(f.name, value, f"one of {', '.join(map(str, meta['choices']))}")
         if self.speculate != NO_DRAFTS:
             check_speculation(self.speculate, self.axes)
+        check_draft_folder(self.speculate, self.draft_model)
         if self.lease_margin_ms >= self.lease_ms:
             raise _bad("lease_margin_ms", self.lease_margin_ms, f"below lease_ms={self.lease_ms}")
         return Limits(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Limits)})

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvmesh.drafts.drafter import NO_DRAFT, Draft
 from kvmesh.drafts.ngram import NgramDrafter
 from kvmesh.drafts.speculator import Speculator
+from kvmesh.drafts.step_share import DraftCosts
 from kvmesh.engine.batch import PrefillInput, SampleParams
 from kvmesh.engine.cache_memory import group_shapes, is_state, zeroed_memory
 from kvmesh.engine.checkpoint import open_checkpoint
@@ -65,6 +66,7 @@ class Foresees:
 
     name = "foresees"
     needs_hidden = True
+    computes = False
     errs_every = 3
 
     def __init__(self) -> None:
@@ -105,9 +107,9 @@ class Moody(Speculator):
 
     turn = 0
 
-    def hopes(self, handles: Sequence[int], share_ppm: int) -> bool:
+    def hopes(self, handles: Sequence[int], costs: DraftCosts) -> bool:
         self.turn += 1
-        return super().hopes(handles, share_ppm) and self.turn % 7 < 5
+        return super().hopes(handles, costs) and self.turn % 7 < 5
 
 
 class FrontAndDraftingRank(FrontAndRank):

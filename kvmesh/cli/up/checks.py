@@ -15,7 +15,7 @@ from kvmesh.cli.up.plan import LOCALHOST, fixed_ports, segment_mb
 from kvmesh.cli.up.settings import INSTANCES, MeshSettings
 from kvmesh.errors import CheckpointError, ConfigError
 from kvmesh.ranks.host_memory import available_bytes
-from kvmesh.ranks.speculation import NO_DRAFTS, check_speculation
+from kvmesh.ranks.speculation import NO_DRAFTS, check_draft_folder, check_speculation
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.rpc.server import check_port, join
 from kvmesh.transfer.segment_file import check_folder
@@ -107,16 +107,26 @@ def check_ranks(settings: MeshSettings) -> None:
 
 def check_drafts(settings: MeshSettings) -> None:
     """Raise ConfigError that names the flag unless all ranks that decode can verify drafts, and every model has the
-    head that is to make them. Models are folders."""
+    head, or can have the draft model, that is to make them. Models are folders."""
+    try:
+        check_draft_folder(settings.speculate, settings.draft_model)
+    except ConfigError as err:
+        raise ConfigError(f"{err.message} (--draft-model)", field=err.field) from None
     if settings.speculate == NO_DRAFTS:
         return
     for service in ("decode", "coupled"):
         if settings.groups(service):
             check_speculation(settings.speculate, settings.axes(service))
-    if "mtp" not in settings.speculate:
+    if "mtp" not in settings.speculate and not settings.draft_model:
         return
     from kvmesh.engine.checkpoint import open_checkpoint
+    from kvmesh.engine.draft_model import check_draft_model
 
+    if settings.draft_model:
+        draft = open_checkpoint(settings.draft_model)
+        for served in settings.served:
+            check_draft_model(draft, open_checkpoint(served.path))
+        return
     for served in settings.served:
         try:
             open_checkpoint(served.path).check_mtp()

@@ -112,7 +112,8 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     folder = models.resolve(settings.model)
     name = settings.served_name or (folder.name if demo or Path(settings.model).is_dir() else settings.model)
     further = tuple(f"{served.name}={models.resolve(served.path, 'add_model')}" for served in settings.served[1:])
-    settings = dataclasses.replace(settings, model=str(folder), served_name=name, add_model=further)
+    draft = str(models.resolve(settings.draft_model, "draft_model")) if settings.draft_model else ""
+    settings = dataclasses.replace(settings, model=str(folder), served_name=name, add_model=further, draft_model=draft)
     out.print("[dim]starting ...[/]" if out.is_terminal else "starting ...")
 
     from kvmesh.cli.up import joining

@@ -238,6 +238,13 @@ class MeshSettings:
     )
     speculate: str = same_as(DecodeConfig, "speculate")
     max_draft_tokens: int = same_as(DecodeConfig, "max_draft_tokens")
+    draft_model: str = same_as(
+        DecodeConfig,
+        "draft_model",
+        help="Folder or Hugging Face name of the model that drafts where --speculate says draft: of any family that is "
+        "served and keeps no states, with the same tokenizer.",
+        metavar="MODEL",
+    )
     memory_mb: int = same_as(
         InstanceConfig,
         "memory_mb",

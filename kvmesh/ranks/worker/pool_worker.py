@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from kvmesh.drafts.step_share import NO_COSTS, DraftCosts
 from kvmesh.errors import ConfigError, TransferError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.transfer_config import own_location, start_engine
@@ -87,9 +88,11 @@ class StoreWorker:
         """Returns True: nothing is ever loaded here."""
         return True
 
-    share_ppm = 0  # it has no steps
+    draft_costs = NO_COSTS  # it has no steps
 
-    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int = 0) -> None:
+    def step(
+        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], costs: DraftCosts = NO_COSTS
+    ) -> None:
         """Refuses a step: this rank has no engine."""
         if prefill is not None:
             self._send(m.RankError(tuple(item.handle for item in prefill.items), "this rank has no engine"))

@@ -18,7 +18,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.cpu import native
 from kvmesh.engine.parallel import share_of
 from kvmesh.engine.pieces import piece_sizes
-from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
 from kvmesh.engine.stages import check_stages
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.cache_groups import CacheKind, is_single, peak_blocks
@@ -51,9 +51,10 @@ class DeviceUse(NamedTuple):
 class RankSetup:
     """The settings of one rank. `configure` is what the front said, with what it left open chosen; `why` the reasons.
     Raises ConfigError where the device has no room for the model and one request, and for a model that only the engine
-    runs yet."""
+    runs yet. `draft` is a model that drafts beside it."""
 
-    def __init__(self, configure: m.Configure, checkpoint: Checkpoint) -> None:
+    def __init__(self, configure: m.Configure, checkpoint: Checkpoint, draft: Checkpoint | None = None) -> None:
+        self._draft = draft
         self.grouped = configure.cache_groups and not is_single(checkpoint.config.cache_groups)
         if not self.grouped:
             _refuse_states(checkpoint.config)
@@ -88,7 +89,7 @@ class RankSetup:
             taken = {"weights": weights, "a step": step, **self._beside_steps(layout)}
             return sizing.choose_pages(room, taken, self._need(layout, 1), source)
         room, source = sizing.host_room(available_bytes(), c.device_instances, c.world_size, c.room_bytes)
-        taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES}
+        taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES, **self._beside_model(layout)}
         if c.num_extents:
             taken["host blocks"] = c.num_extents * layout.shard_bytes
         copies = 1 if c.num_extents else 2
@@ -127,7 +128,7 @@ class RankSetup:
             taken = {"weights": weights, "a step": step, **self._beside_steps(layout)}
             return self._choose(room, taken, shapes, 1, source)
         room, source = sizing.host_room(available_bytes(), c.device_instances, c.world_size, c.room_bytes)
-        taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES}
+        taken = {"weights": weights, "a step": step, "the process": sizing.RANK_BYTES, **self._beside_model(layout)}
         if c.num_extents:
             counts = self.extent_counts(shapes, ())
             taken["host blocks"] = sum(n * shape.page_bytes for n, shape in zip(counts, shapes, strict=True))
@@ -175,7 +176,7 @@ class RankSetup:
         nbytes = sum(count * needs[at].block_bytes for at, count in kept.items())
         need = self._need(shapes[0].layout, copies)
         others = sum(one.block_bytes for at, one in enumerate(needs) if at not in kept)
-        need = dataclasses.replace(need, page_bytes=others)
+        need = dataclasses.replace(need, page_bytes=others + self._draft_page(others))
         taken = {**taken, "windows and states": nbytes * copies}
         found = sizing.choose_pages(room, taken, need, source, max(1, most_bytes - nbytes) if most_bytes else 0)
         return _counted(tuple(kept.get(at, found.count) for at in range(len(needs))), found.why)
@@ -242,7 +243,22 @@ class RankSetup:
     def _beside_steps(self, layout: ShardLayout) -> dict[str, int]:
         """Returns what a GPU has beside steps: captured ones, and what attention may take that no trial shows."""
         latents = sizing.latent_bytes(self._config, self.tokens, self.rows, layout.itemsize)
-        return {"CUDA graphs": self._graph_bytes(layout), "attention over latents": latents}
+        return {
+            "CUDA graphs": self._graph_bytes(layout),
+            "attention over latents": latents,
+            **self._beside_model(layout),
+        }
+
+    def _beside_model(self, layout: ShardLayout) -> dict[str, int]:
+        """Returns what a draft model's weights take."""
+        return {"draft model": weight_bytes(self._draft, layout.itemsize)} if self._draft is not None else {}
+
+    def _draft_page(self, page_bytes: int) -> int:
+        """Returns what a draft model's KV takes for each page of so many bytes that the model has."""
+        if self._draft is None:
+            return 0
+        own = shard_layout(self._draft.config, self.configure.dtype, self.configure.block_tokens).shard_bytes
+        return min(own, page_bytes // sizing.DRAFT_SHARE)
 
     def settings(self, pages: sizing.ChosenPages, layout: ShardLayout, runner: Runner) -> str:
         """Returns what was chosen and why, in one line for people."""
@@ -300,7 +316,7 @@ class RankSetup:
         c, most = self.configure, self._config.max_context_tokens
         longest = min(c.max_context_tokens, most) if c.max_context_tokens else most
         return sizing.PageNeed(
-            layout.shard_bytes,
+            layout.shard_bytes + self._draft_page(layout.shard_bytes),
             c.block_tokens,
             copies,
             longest,

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvmesh.drafts.drafter import Draft
 from kvmesh.drafts.speculator import DraftOf, Speculator
-from kvmesh.drafts.step_share import StepShares
+from kvmesh.drafts.step_share import NO_COSTS, DraftCosts, StepShares
 from kvmesh.engine.batch import Chosen, DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampler import TokensInFlight
@@ -137,9 +137,12 @@ class Steps:
         return self.batches.has_work or self._flight is not None
 
     @property
-    def share_ppm(self) -> int:
-        """What one more token adds to a step of the live rows, in millionths; 0 where no drafts are made."""
-        return 0 if self._speculator is None else self._shares.of(self.rows.live).ppm
+    def draft_costs(self) -> DraftCosts:
+        """What a token of a draft costs in a step of the live rows; nothing where no drafts are made."""
+        if self._speculator is None:
+            return NO_COSTS
+        share = self._shares.of(self.rows.live)
+        return DraftCosts(share.ppm, self._speculator.drafting.ppm(share.plain_ns))
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,16 +172,16 @@ class Steps:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     def run(
-        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int | None = None
+        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], costs: DraftCosts | None = None
     ) -> None:
         """Runs one step of what there is, if anything, or launches it and reads the one before. `between_layers` is
         called while chunks are computed. A step that may verify drafts is not launched ahead, since these follow from
-        the tokens before; `share_ppm` is the leader's (None: this rank's own)."""
-        share_ppm = self.share_ppm if share_ppm is None else share_ppm
+        the tokens before; `costs` are the leader's (None: this rank's own)."""
+        costs = self.draft_costs if costs is None else costs
         hopes: bool | None = None  # where it is known already
         if self.begin is not None and prefill is None:
             # Where no row has room for a draft nothing is worth the wait for the step in flight.
-            hopes = any(self.rows.room_for_drafts(bool(self._snapshots))) and self._hopes(share_ppm)
+            hopes = any(self.rows.room_for_drafts(bool(self._snapshots))) and self._hopes(costs)
             if not hopes:
                 self._run_ahead(self.begin)
                 return
@@ -186,8 +189,8 @@ class Steps:
         self.rows = self.batches.take_turn()
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
-        hopes = self._hopes(share_ppm) if hopes is None else hopes
-        drafted = self._proposed(share_ppm) if hopes else None
+        hopes = self._hopes(costs) if hopes is None else hopes
+        drafted = self._proposed(costs) if hopes else None
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers, drafted)
         else:
@@ -332,15 +335,15 @@ class Steps:
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────
 
-    def _hopes(self, share_ppm: int) -> bool:
+    def _hopes(self, costs: DraftCosts) -> bool:
         """Whether a draft for any of the rows may be worth its cost."""
-        return self._speculator is not None and self._speculator.hopes(self.rows.handles(), share_ppm)
+        return self._speculator is not None and self._speculator.hopes(self.rows.handles(), costs)
 
-    def _proposed(self, share_ppm: int) -> DraftedRows | None:
+    def _proposed(self, costs: DraftCosts) -> DraftedRows | None:
         """Returns what `_propose` does. Where that fails the live rows do, as in any other step; it raises where other
         ranks may not have failed, for then it is unknown where they stand."""
         try:
-            return self._propose(share_ppm)
+            return self._propose(costs)
         except Exception as error:
             if self._runner.mesh.world.size > 1 and not isinstance(error, KvmeshError):
                 raise
@@ -348,14 +351,14 @@ class Steps:
             self._rows_failed(self.rows.handles(), error)
             return None
 
-    def _propose(self, share_ppm: int) -> DraftedRows | None:
+    def _propose(self, costs: DraftCosts) -> DraftedRows | None:
         """Returns the live rows with their drafts; None where there is no draft."""
         assert self._speculator is not None
         rows, handles, began_ns = self.rows, self.rows.handles(), time.monotonic_ns()
         batch, room = rows.batch(), rows.room_for_drafts(bool(self._snapshots))
         if len(self.batches.all) > 1:  # only the last stage knows what a grammar forbids
             room = [0 if params.grammar is not None else most for params, most in zip(batch.params, room, strict=True)]
-        found = self._speculator.propose(handles, room, share_ppm)
+        found = self._speculator.propose(handles, room, costs)
         drafts, variants = [], []
         for row, one in enumerate(found):
             draft = until_stop(one.draft.tokens, rows.stops(row))
@@ -364,6 +367,7 @@ class Steps:
             variants.append(behind)
         if not any(drafts):
             return None
+        began_ns += self._speculator.drafting_ns  # which is counted apart
         return DraftedRows(handles, found, drafts, batch, expand(batch, drafts, variants), began_ns)
 
     def _drafts_told(self, drafted: DraftedRows, made: Sequence[Sequence[int]]) -> tuple[tuple[str, int, int], ...]:

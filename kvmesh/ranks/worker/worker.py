@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from kvmesh.drafts.step_share import DraftCosts
 from kvmesh.engine.cache_memory import GroupShape, group_shapes, is_state, named_by_group
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import ExpertsCut, RankMesh
@@ -41,7 +42,7 @@ from kvmesh.ranks.worker.device import (
     num_extents,
 )
 from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
-from kvmesh.ranks.worker.drafters import speculator_of, wants_mtp
+from kvmesh.ranks.worker.drafters import DraftingRank, draft_checkpoint, speculator_of, wants_mtp
 from kvmesh.ranks.worker.prefault import touch
 from kvmesh.ranks.worker.profiler import StepProfiler
 from kvmesh.ranks.worker.puller import ShardPuller
@@ -83,7 +84,8 @@ class Worker:
         fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
         config, axes = self._checkpoint.config, axes_of(configure)
         tp, layers = axes.place(configure.rank).tp, stage_layers(config, axes, configure.rank)
-        setup = RankSetup(configure, self._checkpoint)
+        draft = draft_checkpoint(configure, self._checkpoint)
+        setup = RankSetup(configure, self._checkpoint, draft)
         configure = self._configure = setup.configure
         block, dtype = configure.block_tokens, configure.dtype
         # Of each cache group, where the model is kept by them; else () and one layout.
@@ -156,7 +158,9 @@ class Worker:
             begin,
             kept,
             grammars=self.grammars,
-            speculator=speculator_of(configure, any(is_state(group) for group in kept), self._runner),
+            speculator=speculator_of(
+                DraftingRank(configure, self._runner, draft, setup.rows), any(is_state(group) for group in kept)
+            ),
         )
         settings = (
             setup.group_settings(pages, self._shapes, self._runner)
@@ -333,14 +337,14 @@ class Worker:
             self.pusher.pump()
 
     @property
-    def share_ppm(self) -> int:
-        """What one more token adds to a step of the rows, as `Steps.share_ppm` has it."""
-        return self.steps.share_ppm
+    def draft_costs(self) -> DraftCosts:
+        """What a token of a draft costs, as `Steps.draft_costs` has it."""
+        return self.steps.draft_costs
 
     def step(
-        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], share_ppm: int | None = None
+        self, prefill: m.PrefillStep | None, between_layers: Callable[[], None], costs: DraftCosts | None = None
     ) -> None:
-        """Runs one step: the front's chunks and the rows of the batch, whichever there are. `share_ppm` is what the
+        """Runs one step: the front's chunks and the rows of the batch, whichever there are. `costs` are what the
         leader has said (None: nothing)."""
 
         def meanwhile() -> None:
@@ -354,7 +358,7 @@ class Worker:
 
         prompt_tokens = sum(len(item.token_ids) for item in prefill.items) if prefill is not None else 0
         self.memory.step_tokens = prompt_tokens + self.rows
-        self.steps.run(prefill, layer_launched, share_ppm)
+        self.steps.run(prefill, layer_launched, costs)
         self.memory.step_tokens = self.rows  # of the next step, at least
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────

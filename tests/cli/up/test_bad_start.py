@@ -181,6 +181,7 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
         ("--decode-mesh=cp=2,interleave=1", "decode_mesh='cp=2,interleave=1': an instance keeps what a rank has of a "),
         ("--decode-mesh=pp=2 --speculate=ngram", "speculate='ngram' with pp=2: drafts are verified by one rank, or by"),
         ("--speculate=mtp", "speculate='mtp': "),
+        ("--speculate=draft", "speculate='draft': name the draft model's folder (draft_model) (--draft-model)"),
         ("--memory-mb=-1", "memory_mb='-1' (from --memory-mb): must be at least 0"),
         ("--prefill-tp=0", "prefill_tp='0' (from --prefill-tp): must be at least 1"),
         ("--store-eviction=mru", "store_eviction='mru' (from --store-eviction): choose one of lru, lfu, length"),
