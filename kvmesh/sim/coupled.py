@@ -24,7 +24,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.services.decode import rules
 from kvmesh.sim.config import MeshMode, Routing, SimConfig
-from kvmesh.sim.drafted_rows import DraftedRows
+from kvmesh.sim.drafted_rows import SpeculatingRows
 from kvmesh.sim.hardware.times import NodeSpec, Pieces
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.report.records import DONE, FAILED, MeshSample, PoolSample, Record
@@ -69,12 +69,12 @@ class Coupled:
         self.caches = config.prefix_cache
         self.live = 0
         self._slots = spec.slots
-        self.rows: Rows | DraftedRows
+        self.rows: Rows | SpeculatingRows
         if spec.speculation is None:
             self.rows = Rows(loop, self._decode_s, self._rows_over, self._block)
         else:
             seed = f"{config.seed}:{name}"
-            self.rows = DraftedRows(loop, self._step_s, self._rows_over, self._block, spec.speculation, seed)
+            self.rows = SpeculatingRows(loop, self._step_s, self._rows_over, self._block, spec.speculation, seed)
         self._chunked = config.mode is MeshMode.COUPLED_CHUNKED
         self._budget = config.chunk_tokens if self._chunked else config.batch_tokens
         self._limits = config.limits
@@ -197,7 +197,7 @@ class Coupled:
         mixed = self._chunked and len(rows) > 0
         if not mixed:
             seconds = times.prefill_s(shapes)
-        elif isinstance(rows, DraftedRows):
+        elif isinstance(rows, SpeculatingRows):
             seconds = rows.run_beside(lambda queries: self._step_s(len(rows), rows.context, queries, shapes))
         else:
             seconds = self._step_s(len(rows), rows.context, 1.0, shapes)

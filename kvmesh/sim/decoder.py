@@ -21,7 +21,7 @@ from kvmesh.services.conductor.settings import Mode
 from kvmesh.services.decode import rules
 from kvmesh.services.decode.step_times import StepTimes
 from kvmesh.sim.config import SimConfig
-from kvmesh.sim.drafted_rows import DraftedRows
+from kvmesh.sim.drafted_rows import SpeculatingRows
 from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
@@ -84,9 +84,9 @@ class Decoder:
         self._slots = node.spec.slots
         self._slot_pages = self.pages // self._slots
         self._fullest = 1, 1.0  # rows of the slot that has the most, and its share of all contexts times the slots
-        self.rows: Rows | DraftedRows
+        self.rows: Rows | SpeculatingRows
         if (speculation := node.spec.speculation) is not None:
-            self.rows = DraftedRows(
+            self.rows = SpeculatingRows(
                 loop,
                 self._drafted_s,
                 self._border,

@@ -74,7 +74,7 @@ class SimulatedDrafter:
         return Draft((RIGHT,) * right + (WRONG,) * (length - right), MOST_STRENGTH)
 
 
-class DraftedRows:
+class SpeculatingRows:
     """The batch of one instance, with the methods of `rows.Rows`: `ended` is called at the end of each step, with the
     rows that are over then and the pages that all took in it. A draft does not go beyond the pages that its row has for
     its next token."""

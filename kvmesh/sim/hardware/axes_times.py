@@ -29,9 +29,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvmesh.chunk_pipeline import ChunkCost, bounded_borders, pipeline_ends, stage_layers
-from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.cache_groups import is_single
 from kvmesh.services.prefill.planner import LEAST_SHARE
@@ -51,6 +51,17 @@ from kvmesh.sim.hardware.times import (
 )
 
 CHUNK_TOKENS = 8192
+
+
+class _OneStage(NamedTuple):
+    """The axes of a pipeline's last stage by itself."""
+
+    dp: int
+    cp: int
+    tp: int
+    ep: tuple[str, ...]
+    dcp: int
+    pp: int = 1
 
 
 class AxesRoofline:
@@ -144,7 +155,7 @@ class AxesRoofline:
         if mtp:  # the last stage has it
             self._head = AxesRoofline(
                 replace(gpu, efficiency=replace(reached, step_s=reached.head_s)),
-                Axes(axes.dp, 1, axes.cp, axes.tp, axes.ep, axes.dcp),
+                _OneStage(axes.dp, axes.cp, axes.tp, axes.ep, axes.dcp),
                 head_shape(shape),
                 weight_dtype=weight_dtype,
                 kv_dtype=kv_dtype,
