@@ -29,6 +29,7 @@ from kvmesh.instance.pausing import InstancePause, PausableHalf, PauseMode
 from kvmesh.instance.profiling import RankProfiles
 from kvmesh.instance.served_weights import LiveWeights, NewWeights, ServedWeights, WeightsTaken
 from kvmesh.instance.servicer import add_instance
+from kvmesh.instance.sleeping import InstanceSleep, MemoryReleased, SleepLevel
 from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.layout import ShardLayout
@@ -105,6 +106,7 @@ class Front:
         self.profiles = RankProfiles(self.ranks)
         self._live = LiveWeights(self.ranks, config.weights_epoch)
         self._pause = InstancePause(self.instance_id, ())
+        self._sleep = InstanceSleep(self.ranks)
         self._on_weights: Callable[[], None] = lambda: None
         self.blocks: BlockService | None = None
         self._grouped: GroupedMemory | None = None  # where the ranks keep several cache groups
@@ -323,7 +325,7 @@ class Front:
             return
         if self.blocks is not None and self.blocks.rank_said(rank, message):
             return
-        if self._live.rank_said(rank, message):
+        if self._live.rank_said(rank, message) or self._sleep.rank_said(rank, message):
             return
         if not self.profiles.rank_said(rank, message):
             self._on_message(rank, message)
@@ -342,6 +344,7 @@ class Front:
             self._warm.close()  # the memory is still there, for the next incarnation
         self.profiles.ranks_lost(cause)
         self._live.ranks_lost(cause)
+        self._sleep.ranks_lost(cause)
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()
@@ -351,6 +354,8 @@ class Front:
         """Why this instance should get no work now; "" when it should."""
         if self._live.torn:
             return self.unhealthy_reason or self._live.torn
+        if self._sleep.level:
+            return self.unhealthy_reason or f"{Paused.PREFIX}asleep at level {self._sleep.level.value}"
         return self.unhealthy_reason or (f"{Paused.PREFIX}{self._pause.reason}" if self._pause.reason else "")
 
     @property
@@ -479,6 +484,7 @@ class Front:
     def resume(self) -> int:
         """Takes requests again; returns the epoch of the weights that they get. Raises Overloaded while an update
         runs, FailedWeights while the weights are not whole."""
+        self._sleep.check_awake(self.instance_id)
         if any(other._live.changing for other in self._share_experts):
             raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
         if self._live.torn:
@@ -497,14 +503,65 @@ class Front:
         if not all(front._pause.empty for front in self._share_experts):
             what = "the instance" if len(self._share_experts) == 1 else "all places of the instance"
             raise InvalidRequest(f"epoch: weights change while nothing runs: pause {what} first", field="epoch")
+        if self._sleep.turn.locked():
+            raise Overloaded(f"{self.instance_id}: it is falling asleep, or waking", retry_after_ms=1000)
         try:
             taken = await self._live.update(new, deadline_s)
         finally:
             self.urge()
+        self._sleep.dropped = False
         self._on_weights()
         if self._registrar is not None:
             self._registrar.serve(self.card)
         return taken
+
+    async def sleep(self, level: SleepLevel, mode: PauseMode, reason: str, deadline_s: float) -> MemoryReleased:
+        """Pauses, unless it is paused, and gives the memory of pages and weights back until `wake`. Weights that were
+        kept may be dropped later; else it does nothing where it sleeps. Raises InvalidRequest for ranks that step with
+        those of other places, Overloaded while weights change, and as `pause` and `InstanceSleep.fall_asleep` do; then
+        it goes on if it was this that paused it."""
+        if len(self._share_experts) > 1:
+            text = f"{self.instance_id}: an instance whose experts lie over dp cannot sleep"
+            raise InvalidRequest(text, field="level")
+        until = time.monotonic() + deadline_s
+        async with self._sleep.in_turn(until):
+            if self._live.changing:
+                raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
+            if self._sleep.level >= level:
+                return MemoryReleased(self._sleep.level)
+            pauses, ended = not self._pause.reason, 0
+            try:
+                if pauses or not self._pause.empty:
+                    ended = await self.pause(mode, reason or "going to sleep", until - time.monotonic())
+                await self._pause.leave_pages(until)
+                pages, weights = await self._sleep.fall_asleep(level, until, self._pause.pages_moved)
+            except KvmeshError:
+                if pauses and not self._sleep.level:
+                    self._pause.resume()
+                raise
+            finally:
+                self.urge()
+            self._sleep.resumes = self._sleep.resumes or pauses
+        return MemoryReleased(self._sleep.level, pages, weights, ended)
+
+    async def wake(self, deadline_s: float, stay_paused: bool = False) -> int:
+        """Has pages and weights again, and goes on if it was `sleep` that paused it, unless it is to `stay_paused`.
+        Returns the epoch of its weights. Weights that were dropped are those of an update since, or the checkpoint's.
+        It does nothing where it is awake. Raises InvalidRequest where neither is there, Overloaded while weights
+        change, and as `InstanceSleep.wake` does; then it sleeps on."""
+        until = time.monotonic() + deadline_s
+        async with self._sleep.in_turn(until):
+            if self._sleep.level:
+                if self._live.changing:
+                    raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
+                self._sleep.check_weights(self._live.epoch, self.config.weights_epoch)
+                await self._sleep.wake(until)
+                self._pause.pages_moved()
+            resumes, self._sleep.resumes = self._sleep.resumes, False
+        if resumes and not stay_paused:
+            return self.resume()
+        self.urge()
+        return self._live.epoch
 
     @property
     def _share_experts(self) -> Sequence[Front]:

@@ -36,6 +36,16 @@ class PausableHalf(Protocol):
     def empty(self) -> bool:
         """Whether no request is left, and nobody touches memory for one."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether blocks are still being copied out of device pages, for nobody's request."""
+
+    async def leave_pages(self) -> None:
+        """Forgets what lies in device pages, and has those peers that know where they are forget it."""
+
+    def pages_moved(self) -> None:
+        """Takes note of where the ranks' pages are now."""
+
 
 class InstancePause:
     """Pauses and resumes. `halves` are in the order in which they are emptied, decode before prefill: what decode has
@@ -73,6 +83,22 @@ class InstancePause:
                     raise Paused(f"{self._id} was resumed before the pause was complete")
         log.info("paused (%s): %d requests ended", self.reason, ended)
         return ended
+
+    async def leave_pages(self, until: float) -> None:
+        """Has all halves forget what device pages hold, once nothing is copied out of them; it is paused, and empty.
+        Raises DeadlinePassed."""
+        loop = asyncio.get_running_loop()
+        while any(half.copies for half in self._halves):
+            if loop.time() >= until:
+                raise DeadlinePassed(f"{self._id}: blocks are still being copied out of pages", field="deadline_ms")
+            await asyncio.sleep(POLL_S)
+        for half in self._halves:
+            await half.leave_pages()
+
+    def pages_moved(self) -> None:
+        """Has all halves take note of where pages are now."""
+        for half in self._halves:
+            half.pages_moved()
 
     def resume(self) -> None:
         """Takes requests again."""

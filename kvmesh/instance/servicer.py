@@ -9,6 +9,7 @@ from kvmesh.errors import FixedRole, InvalidRequest, Unavailable, UnknownInstanc
 from kvmesh.instance.pausing import PauseMode
 from kvmesh.instance.profiling import RankProfiles, on_wire
 from kvmesh.instance.served_weights import NewWeights, ServedWeights, WeightsTaken
+from kvmesh.instance.sleeping import MemoryReleased, SleepLevel
 from kvmesh.ranks.protocol import RemoteTensor
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import instance_pb2, instance_pb2_grpc
@@ -50,6 +51,10 @@ class Switchable(Protocol):
     def resume(self) -> int: ...
 
     async def update_weights(self, new: NewWeights, deadline_s: float) -> WeightsTaken: ...
+
+    async def sleep(self, level: SleepLevel, mode: PauseMode, reason: str, deadline_s: float) -> MemoryReleased: ...
+
+    async def wake(self, deadline_s: float, stay_paused: bool = False) -> int: ...
 
 
 class InstanceServicer(instance_pb2_grpc.InstanceServicer):
@@ -117,6 +122,29 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
                 apply_seconds=taken.apply_s,
             )
         )
+
+    async def Sleep(self, request: instance_pb2.SleepRequest, context: Any) -> instance_pb2.SleepResponse:  # noqa: N802
+        """Raises UnknownInstance, and as Front.sleep does."""
+        ref = self._ref(request.incarnation)
+        level, mode = SleepLevel.told(request.level), pause_mode(request.mode)
+        left_s = deadline_s(request.deadline_ms, PAUSE_MS)
+        given = await self._orders.carry_out(self._front.sleep(level, mode, request.reason[:MAX_REASON], left_s))
+        return instance_pb2.SleepResponse(
+            released=pb.MemoryReleased(
+                instance=ref,
+                level=given.level,
+                page_bytes=given.page_bytes,
+                weight_bytes=given.weight_bytes,
+                ended=given.ended,
+            )
+        )
+
+    async def Wake(self, request: instance_pb2.WakeRequest, context: Any) -> instance_pb2.WakeResponse:  # noqa: N802
+        """Raises UnknownInstance, and as Front.wake does."""
+        ref = self._ref(request.incarnation)
+        left_s = deadline_s(request.deadline_ms, UPDATE_MS)
+        epoch = await self._orders.carry_out(self._front.wake(left_s, request.stay_paused))
+        return instance_pb2.WakeResponse(instance=ref, weights_epoch=epoch)
 
     def _ref(self, incarnation: int) -> pb.InstanceRef:
         """Who we are. Raises UnknownInstance when another life of us is meant."""

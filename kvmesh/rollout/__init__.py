@@ -1,9 +1,18 @@
 """For trainers: rollouts on a live mesh whose weights change (docs/howto/rollouts.md)."""
 
-from kvmesh.rollout.client import RolloutClient, RolloutGroup, RolloutRefused, RolloutSample, WeightsUpdated, new_epoch
+from kvmesh.rollout.client import (
+    MemoryGivenBack,
+    RolloutClient,
+    RolloutGroup,
+    RolloutRefused,
+    RolloutSample,
+    WeightsUpdated,
+    new_epoch,
+)
 from kvmesh.rollout.trainer import TrainerSegment
 
 __all__ = [
+    "MemoryGivenBack",
     "RolloutClient",
     "RolloutGroup",
     "RolloutRefused",

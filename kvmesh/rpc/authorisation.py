@@ -191,6 +191,8 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "PauseModel": _may(_G, _O, _T),
         "ResumeModel": _may(_G, _O, _T),
         "UpdateModelWeights": _may(_G, _O, _T),
+        "SleepModel": _may(_G, _O, _T),
+        "WakeModel": _may(_G, _O, _T),
     },
     "kvmesh.v1.NodeStore": {
         "Lease": _USE_OF_BLOCKS,
@@ -214,6 +216,8 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "Pause": _may(_C, _O),
         "Resume": _may(_C, _O),
         "UpdateWeights": _may(_C, _O),
+        "Sleep": _may(_C, _O),
+        "Wake": _may(_C, _O),
     },
     "kvmesh.v1.RankHost": {
         "Run": _may(_I, claim="hello.instance.instance_id"),

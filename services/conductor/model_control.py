@@ -1,5 +1,5 @@
-"""Orders of operators and trainers for all instances of a model: pause, resume, other weights. Who carries them out is
-each instance; the order among them is here, and nothing is decided by the brain.
+"""Orders of operators and trainers for all instances of a model: pause, resume, other weights, sleep. Who carries them
+out is each instance; the order among them is here, and nothing is decided by the brain.
 
 Instances that decode are paused first, so that the prompts of what they have taken are still computed in a pause that
 lets requests finish. All of them are paused before any takes other weights, and none goes on before all that can have
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 PAUSE_MS, UPDATE_MS, MOST_MS = 60_000, 600_000, 3_600_000
 RESUME_S = 10.0
+UNDO_S = 60.0  # for instances that wake because another one could not sleep
+ASLEEP = f"{Paused.PREFIX}asleep"
 GRACE_S = 2.0  # after its deadline an instance's own word is still waited for
 Answer = TypeVar("Answer")
 Call = Callable[[Any, Instance], Awaitable[Any]]  # of an Instance stub
@@ -41,6 +43,8 @@ class ModelControl:
         self._orders = RunningOrders()
         self._busy: set[str] = set()
         self._paused: set[str] = set()  # by an order here, that no other has ended
+        self._asleep: dict[str, bool] = {}  # by an order here: whether it goes on once it is awake
+        self._waking: dict[str, asyncio.Task[conductor_pb2.WakeModelResponse]] = {}
 
     async def pause(self, request: conductor_pb2.PauseModelRequest) -> conductor_pb2.PauseModelResponse:
         """Raises ModelNotFound, Overloaded, or the first instance's error; then those stay paused that are."""
@@ -51,6 +55,8 @@ class ModelControl:
         until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
         with self._alone(model):
             self._paused.add(model)
+            if model in self._asleep:
+                self._asleep[model] = False
             ended = await self._pause(instances, request.mode, until, request.reason)
         return conductor_pb2.PauseModelResponse(model=model, ended=ended, instances=len(instances))
 
@@ -108,6 +114,64 @@ class ModelControl:
         return conductor_pb2.UpdateModelWeightsResponse(
             model=model, weights_epoch=epoch, taken=taken, paused_seconds=paused_s, ended=ended
         )
+
+    async def sleep(self, request: conductor_pb2.SleepModelRequest) -> conductor_pb2.SleepModelResponse:
+        """Pauses, and puts all instances to sleep. Raises ModelNotFound, Overloaded, or the first instance's error;
+        then none sleeps that was awake, and what ran goes on."""
+        return await self._orders.carry_out(self._sleep_model(request))
+
+    async def _sleep_model(self, request: conductor_pb2.SleepModelRequest) -> conductor_pb2.SleepModelResponse:
+        model, instances = self._of(request.model)
+        until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
+        with self._alone(model):
+            sleeps, goes_on = self._sleeps(model, instances), not self._is_paused(model, instances)
+            try:
+                ended = await self._pause(instances, request.mode, until, request.reason or "going to sleep")
+                left_s = max(0.1, until - time.monotonic())
+                order = instance_pb2.SleepRequest(level=request.level, deadline_ms=max(1, int(1000 * left_s)))
+                answers = _good(await _all(instances, lambda stub, _: stub.Sleep(order, timeout=left_s + GRACE_S)))
+            except KvmeshError:
+                if not sleeps:
+                    undo = instance_pb2.WakeRequest(stay_paused=not goes_on)
+                    await _all(instances, lambda stub, _: stub.Wake(undo, timeout=UNDO_S))
+                    if goes_on:
+                        await self._resume(instances, quietly=True)
+                raise
+            self._paused.add(model)
+            self._asleep.setdefault(model, sleeps or goes_on)
+        released = [answer.released for answer in answers]
+        log.info("model %s sleeps at all of %d instances", model, len(instances))
+        return conductor_pb2.SleepModelResponse(
+            model=model, released=released, ended=ended + sum(one.ended for one in released)
+        )
+
+    async def wake(self, request: conductor_pb2.WakeModelRequest) -> conductor_pb2.WakeModelResponse:
+        """Wakes all instances, then lets the model go on if it was the sleep that paused it. Two calls at once are one.
+        Raises ModelNotFound, Overloaded, or the first instance's error; then it may be called again."""
+        model, _ = self._of(request.model)
+        waking = self._waking.get(model)
+        if waking is None:
+            waking = self._waking[model] = asyncio.ensure_future(self._orders.carry_out(self._wake_model(request)))
+            waking.add_done_callback(lambda _: self._waking.pop(model, None))
+        return await asyncio.shield(waking)
+
+    async def _wake_model(self, request: conductor_pb2.WakeModelRequest) -> conductor_pb2.WakeModelResponse:
+        model, instances = self._of(request.model)
+        left_s = _deadline_s(request.deadline_ms, UPDATE_MS)
+        with self._alone(model):
+            goes_on = self._asleep.get(model, self._sleeps(model, instances))
+            order = instance_pb2.WakeRequest(deadline_ms=int(1000 * left_s), stay_paused=True)
+            answers = _good(await _all(instances, lambda stub, _: stub.Wake(order, timeout=left_s + GRACE_S)))
+            if goes_on:
+                await self._resume(instances)
+                self._paused.discard(model)
+            self._asleep.pop(model, None)
+        epoch = max(answer.weights_epoch for answer in answers)
+        paused = not goes_on and self._is_paused(model, instances)
+        return conductor_pb2.WakeModelResponse(model=model, weights_epoch=epoch, instances=len(answers), paused=paused)
+
+    def _sleeps(self, model: str, instances: Sequence[Instance]) -> bool:
+        return model in self._asleep or any(one.not_ready_reason.startswith(ASLEEP) for one in instances)
 
     def _of(self, name: str) -> tuple[str, list[Instance]]:
         """Returns the model and its instances. Raises ModelNotFound."""

@@ -40,7 +40,7 @@ BORNE = hostile.BORNE | {"DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_DENIED", "U
 AT_ONCE = 4
 SILENCE_S = 0.1
 RESUME_S = 60.0
-PAUSING = ("PauseModel", "UpdateModelWeights", "Pause", "UpdateWeights")  # what they are asked for they do
+PAUSING = ("PauseModel", "UpdateModelWeights", "SleepModel", "Pause", "UpdateWeights", "Sleep")  # what they are asked for they do
 TARGETS = {
     gateway_pb2: ("Gateway", ["gateway"]), conductor_pb2: ("Conductor", ["conductor"]),
     store_pb2: ("StoreMaster", ["store"]), prefill_pb2: ("Prefill", ["prefill-0"]),
@@ -113,9 +113,11 @@ async def _resume(mesh: Running) -> None:
     """Undoes what an operator's noise may have asked for."""
     async with connect(mesh.mesh.addresses["decode-0"]) as channel:
         stub = instance_pb2_grpc.InstanceStub(channel)  # type: ignore[no-untyped-call]
+        await stub.Wake(instance_pb2.WakeRequest(), timeout=RESUME_S)
         await stub.Resume(instance_pb2.ResumeRequest(), timeout=RESUME_S)
     async with connect(mesh.mesh.addresses["conductor"]) as channel:
         conductor = conductor_pb2_grpc.ConductorStub(channel)  # type: ignore[no-untyped-call]
+        await conductor.WakeModel(conductor_pb2.WakeModelRequest(model="demo-model"), timeout=RESUME_S)
         await conductor.ResumeModel(conductor_pb2.ResumeModelRequest(model="demo-model"), timeout=RESUME_S)
 
 

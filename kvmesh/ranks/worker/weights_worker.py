@@ -161,7 +161,10 @@ class WeightsWorker:
                 raise InternalError(f"weights {ticket} were not prepared here")
             if self._busy():
                 raise InternalError("a request is in the batch")
+            memory = self._runner.weights_memory
+            memory.restore(self._between)  # where they were released in a sleep
             moved = self._update.apply(self._between)
+            memory.written()
         except Exception as error:
             if not isinstance(error, KvmeshError):
                 log.exception("taking new weights failed")

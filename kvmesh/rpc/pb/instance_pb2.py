@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvmesh/v1/instance.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"D\n\x0eSetRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"Y\n\x0fSetRoleResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1c\n\x03was\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\"l\n\x0cPauseRequest\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x14.kvmesh.v1.PauseMode\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0e\n\x06reason\x18\x04 \x01(\t\"H\n\rPauseResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\r\n\x05\x65nded\x18\x02 \x01(\r\"$\n\rResumeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\"Q\n\x0eResumeResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x15\n\rweights_epoch\x18\x02 \x01(\x06\"\x81\x01\n\x14UpdateWeightsRequest\x12\x15\n\rweights_epoch\x18\x01 \x01(\x06\x12(\n\x06source\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.WeightsSource\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\"?\n\x15UpdateWeightsResponse\x12&\n\x05taken\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.WeightsTaken\"I\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x81\x01\n\x0fProfileResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12%\n\x05ranks\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.RankProfile\"\xcd\x02\n\x0bRankProfile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12&\n\x05steps\x18\x03 \x03(\x0b\x32\x17.kvmesh.v1.ProfiledStep\x12.\n\tfunctions\x18\x04 \x03(\x0b\x32\x1b.kvmesh.v1.ProfiledFunction\x12\x13\n\x0bpiece_names\x18\x05 \x03(\t\x12\x13\n\x0bpiece_which\x18\x06 \x03(\r\x12\x17\n\x0fpiece_starts_ns\x18\x07 \x03(\x04\x12\x10\n\x08piece_ns\x18\x08 \x03(\x04\x12\x17\n\x0fpieces_left_out\x18\t \x01(\r\x12\x13\n\x0b\x62ytes_per_s\x18\n \x01(\x01\x12\x16\n\x0eproducts_per_s\x18\x0b \x01(\x01\x12+\n\x07\x65xperts\x18\x0c \x03(\x0b\x32\x1a.kvmesh.v1.ProfiledExperts\"0\n\x0fProfiledExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x04\"x\n\x0cProfiledStep\x12\x15\n\rstart_unix_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x64uration_ns\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\"\xa4\x01\n\x10ProfiledFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62usy_ns\x18\x02 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\x12\x15\n\rkv_read_bytes\x18\x04 \x01(\x04\x12\x18\n\x10kv_written_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x61\x63tivation_bytes\x18\x06 \x01(\x04\x12\x10\n\x08products\x18\x07 \x01(\x04\x32\xdd\x02\n\x08Instance\x12@\n\x07SetRole\x12\x19.kvmesh.v1.SetRoleRequest\x1a\x1a.kvmesh.v1.SetRoleResponse\x12@\n\x07Profile\x12\x19.kvmesh.v1.ProfileRequest\x1a\x1a.kvmesh.v1.ProfileResponse\x12:\n\x05Pause\x12\x17.kvmesh.v1.PauseRequest\x1a\x18.kvmesh.v1.PauseResponse\x12=\n\x06Resume\x12\x18.kvmesh.v1.ResumeRequest\x1a\x19.kvmesh.v1.ResumeResponse\x12R\n\rUpdateWeights\x12\x1f.kvmesh.v1.UpdateWeightsRequest\x1a .kvmesh.v1.UpdateWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvmesh/v1/instance.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"D\n\x0eSetRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"Y\n\x0fSetRoleResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1c\n\x03was\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\"l\n\x0cPauseRequest\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x14.kvmesh.v1.PauseMode\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0e\n\x06reason\x18\x04 \x01(\t\"H\n\rPauseResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\r\n\x05\x65nded\x18\x02 \x01(\r\"$\n\rResumeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\"Q\n\x0eResumeResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x15\n\rweights_epoch\x18\x02 \x01(\x06\"\x81\x01\n\x14UpdateWeightsRequest\x12\x15\n\rweights_epoch\x18\x01 \x01(\x06\x12(\n\x06source\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.WeightsSource\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\"?\n\x15UpdateWeightsResponse\x12&\n\x05taken\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.WeightsTaken\"{\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12\"\n\x04mode\x18\x02 \x01(\x0e\x32\x14.kvmesh.v1.PauseMode\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x0e\n\x06reason\x18\x05 \x01(\t\"<\n\rSleepResponse\x12+\n\x08released\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.MemoryReleased\"L\n\x0bWakeRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x13\n\x0bstay_paused\x18\x03 \x01(\x08\"O\n\x0cWakeResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x15\n\rweights_epoch\x18\x02 \x01(\x06\"I\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x81\x01\n\x0fProfileResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12%\n\x05ranks\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.RankProfile\"\xcd\x02\n\x0bRankProfile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12&\n\x05steps\x18\x03 \x03(\x0b\x32\x17.kvmesh.v1.ProfiledStep\x12.\n\tfunctions\x18\x04 \x03(\x0b\x32\x1b.kvmesh.v1.ProfiledFunction\x12\x13\n\x0bpiece_names\x18\x05 \x03(\t\x12\x13\n\x0bpiece_which\x18\x06 \x03(\r\x12\x17\n\x0fpiece_starts_ns\x18\x07 \x03(\x04\x12\x10\n\x08piece_ns\x18\x08 \x03(\x04\x12\x17\n\x0fpieces_left_out\x18\t \x01(\r\x12\x13\n\x0b\x62ytes_per_s\x18\n \x01(\x01\x12\x16\n\x0eproducts_per_s\x18\x0b \x01(\x01\x12+\n\x07\x65xperts\x18\x0c \x03(\x0b\x32\x1a.kvmesh.v1.ProfiledExperts\"0\n\x0fProfiledExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x04\"x\n\x0cProfiledStep\x12\x15\n\rstart_unix_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x64uration_ns\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\"\xa4\x01\n\x10ProfiledFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62usy_ns\x18\x02 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\x12\x15\n\rkv_read_bytes\x18\x04 \x01(\x04\x12\x18\n\x10kv_written_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x61\x63tivation_bytes\x18\x06 \x01(\x04\x12\x10\n\x08products\x18\x07 \x01(\x04\x32\xd2\x03\n\x08Instance\x12@\n\x07SetRole\x12\x19.kvmesh.v1.SetRoleRequest\x1a\x1a.kvmesh.v1.SetRoleResponse\x12@\n\x07Profile\x12\x19.kvmesh.v1.ProfileRequest\x1a\x1a.kvmesh.v1.ProfileResponse\x12:\n\x05Pause\x12\x17.kvmesh.v1.PauseRequest\x1a\x18.kvmesh.v1.PauseResponse\x12=\n\x06Resume\x12\x18.kvmesh.v1.ResumeRequest\x1a\x19.kvmesh.v1.ResumeResponse\x12R\n\rUpdateWeights\x12\x1f.kvmesh.v1.UpdateWeightsRequest\x1a .kvmesh.v1.UpdateWeightsResponse\x12:\n\x05Sleep\x12\x17.kvmesh.v1.SleepRequest\x1a\x18.kvmesh.v1.SleepResponse\x12\x37\n\x04Wake\x12\x16.kvmesh.v1.WakeRequest\x1a\x17.kvmesh.v1.WakeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,18 +48,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=659
   _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=661
   _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=724
-  _globals['_PROFILEREQUEST']._serialized_start=726
-  _globals['_PROFILEREQUEST']._serialized_end=799
-  _globals['_PROFILERESPONSE']._serialized_start=802
-  _globals['_PROFILERESPONSE']._serialized_end=931
-  _globals['_RANKPROFILE']._serialized_start=934
-  _globals['_RANKPROFILE']._serialized_end=1267
-  _globals['_PROFILEDEXPERTS']._serialized_start=1269
-  _globals['_PROFILEDEXPERTS']._serialized_end=1317
-  _globals['_PROFILEDSTEP']._serialized_start=1319
-  _globals['_PROFILEDSTEP']._serialized_end=1439
-  _globals['_PROFILEDFUNCTION']._serialized_start=1442
-  _globals['_PROFILEDFUNCTION']._serialized_end=1606
-  _globals['_INSTANCE']._serialized_start=1609
-  _globals['_INSTANCE']._serialized_end=1958
+  _globals['_SLEEPREQUEST']._serialized_start=726
+  _globals['_SLEEPREQUEST']._serialized_end=849
+  _globals['_SLEEPRESPONSE']._serialized_start=851
+  _globals['_SLEEPRESPONSE']._serialized_end=911
+  _globals['_WAKEREQUEST']._serialized_start=913
+  _globals['_WAKEREQUEST']._serialized_end=989
+  _globals['_WAKERESPONSE']._serialized_start=991
+  _globals['_WAKERESPONSE']._serialized_end=1070
+  _globals['_PROFILEREQUEST']._serialized_start=1072
+  _globals['_PROFILEREQUEST']._serialized_end=1145
+  _globals['_PROFILERESPONSE']._serialized_start=1148
+  _globals['_PROFILERESPONSE']._serialized_end=1277
+  _globals['_RANKPROFILE']._serialized_start=1280
+  _globals['_RANKPROFILE']._serialized_end=1613
+  _globals['_PROFILEDEXPERTS']._serialized_start=1615
+  _globals['_PROFILEDEXPERTS']._serialized_end=1663
+  _globals['_PROFILEDSTEP']._serialized_start=1665
+  _globals['_PROFILEDSTEP']._serialized_end=1785
+  _globals['_PROFILEDFUNCTION']._serialized_start=1788
+  _globals['_PROFILEDFUNCTION']._serialized_end=1952
+  _globals['_INSTANCE']._serialized_start=1955
+  _globals['_INSTANCE']._serialized_end=2421
 # @@protoc_insertion_point(module_scope)
