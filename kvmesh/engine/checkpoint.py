@@ -11,12 +11,13 @@ import json
 import math
 import mmap
 import os
+import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.fingerprint import Fingerprint, Progress, fingerprint
@@ -30,10 +31,13 @@ from kvmesh.engine.tensors import (
     mtp_copies,
     mtp_tensors,
 )
-from kvmesh.errors import CheckpointError
+from kvmesh.errors import CheckpointError, PermissionDenied
 
 ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 MAX_HEADER_BYTES = 100 * 2**20
+MAX_JSON_BYTES = 100 * 2**20
+HEADER_READ = 64 * 2**10  # bytes that hold most headers
+CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -49,17 +53,26 @@ class TensorInfo:
     nbytes: int
 
 
+class TensorPart(NamedTuple):
+    """Holds the bytes of an array of `shape`; `box` is where in it the wanted part lies."""
+
+    data: memoryview
+    shape: tuple[int, ...]
+    box: tuple[range, ...]
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """Is an opened folder of weights. `raw(name)` maps a tensor's bytes; `close()` (or `with`) lets the mappings go
     once no view of them is left. `mtp` has the tensors of an MTP head, which neither the model's answers nor its
-    fingerprint depend on. For `cache_dir` see `kvmesh.engine.fingerprint`."""
+    fingerprint depend on. For `cache_dir` see `kvmesh.engine.fingerprint`. Files are opened only where `allowed`."""
 
     path: Path
     config: ModelConfig
     tensors: Mapping[str, TensorInfo]
     cache_dir: str = ""
     mtp: Mapping[str, TensorInfo] = field(default_factory=dict)
+    allowed: AllowedFolders | None = None
     _fingerprinted: Future[Fingerprint] | None = None
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
@@ -131,9 +144,14 @@ class Checkpoint:
         """Maps the tensor's bytes. The mapping is private: writes to it reach neither the file nor anyone else."""
         info = self.info(name)
         if info.file not in self._maps:
-            with _reading(info.file), info.file.open("rb") as file:
+            with _reading(info.file), open_regular(info.file, self.allowed) as file:
                 self._maps[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return memoryview(self._maps[info.file])[info.offset : info.offset + info.nbytes]
+
+    def part(self, name: str, box: Sequence[range]) -> TensorPart:
+        """Returns the whole mapping: of it only what is touched is read."""
+        shape = self.info(name).shape
+        return TensorPart(self.raw(name), shape, tuple(box))
 
     def release(self, name: str) -> None:
         """Gives back the memory that reading the tensor took; views of it stay valid and read the file again."""
@@ -160,41 +178,118 @@ def open_checkpoint(path: str | Path, max_context_tokens: int = 0, cache_dir: st
     choose their factors by it, and with them their fingerprint.
     Raises CheckpointError naming the file or tensor: not a folder, broken JSON, unsupported config, missing or
     truncated shard, missing index entry, missing tensor, wrong shape or dtype."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: not a folder with a Hugging Face checkpoint")
-    generation = folder / "generation_config.json"
-    try:
-        raw, generated = _json(folder / "config.json"), _json(generation) if generation.exists() else None
-        config = ModelConfig.from_hf(raw, generated, max_context_tokens)
-    except CheckpointError as err:
-        if str(folder) in err.message:
-            raise
-        raise CheckpointError(f"{folder}: {err.message}", field=err.field) from None
+    path, folder = Path(path), DiskFolder(Path(path))
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: not a folder with a Hugging Face checkpoint")
+    config = read_config(folder, max_context_tokens)
     found = {canonical_name(config, name): info for name, info in _shards(folder).items()}
-    tensors = {name: found[name] for name in check_tensors(config, found, str(folder))}
+    tensors = {name: found[name] for name in check_tensors(config, found, str(path))}
     of_head = {**mtp_tensors(config), **mtp_copies(config)} if config.mtp_layers else {}
-    return Checkpoint(folder, config, tensors, cache_dir, {name: found[name] for name in of_head if name in found})
+    return Checkpoint(path, config, tensors, cache_dir, {name: found[name] for name in of_head if name in found})
 
 
-def open_weights(path: str | Path, served: ModelConfig, max_context_tokens: int = 0) -> Checkpoint:
+def open_weights(
+    path: str | Path, served: ModelConfig, max_context_tokens: int = 0, allowed: AllowedFolders | None = None
+) -> Checkpoint:
     """Opens a folder of other weights for a model that is served as `served` says, checked as `open_checkpoint` does
     it. A folder without a config.json is taken to be of the same model. Raises CheckpointError, also where its
-    config.json describes another."""
+    config.json describes another, and PermissionDenied where the folder, or a file that a link in it leads to, is not
+    `allowed`."""
     folder = Path(path)
+    if allowed is not None:
+        allowed.check(str(path), os.path.realpath(folder))
     with _reading(folder):  # a name too long, or a folder that this user may not look into
-        is_folder = folder.is_dir()
-        described = is_folder and (folder / "config.json").exists()
-    if described:
-        found = open_checkpoint(folder, max_context_tokens)
-        if found.config.canonical() != served.canonical():
-            text = f"{folder}: config.json is not that of the served model (other sizes, or another family)"
-            raise CheckpointError(text, field="config.json")
-        return Checkpoint(folder, served, found.tensors)
-    if not is_folder:
-        raise CheckpointError(f"{folder}: not a folder with safetensors")
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: not a folder with safetensors")
+    tensors = served_tensors(DiskFolder(folder, allowed), served, max_context_tokens)
+    return Checkpoint(folder, served, tensors, allowed=allowed)
+
+
+def served_tensors(folder: WeightsFolder, served: ModelConfig, max_context_tokens: int = 0) -> dict[str, TensorInfo]:
+    """Returns the tensors of other weights for a model that is served as `served` says, checked. Raises CheckpointError
+    as `open_weights` does."""
+    if folder.has(CONFIG) and read_config(folder, max_context_tokens).canonical() != served.canonical():
+        text = f"{folder}: config.json is not that of the served model (other sizes, or another family)"
+        raise CheckpointError(text, field=CONFIG)
     tensors = {canonical_name(served, name): info for name, info in _shards(folder).items()}
-    return Checkpoint(folder, served, {name: tensors[name] for name in check_tensors(served, tensors, str(folder))})
+    return {name: tensors[name] for name in check_tensors(served, tensors, str(folder))}
+
+
+class WeightsFolder(Protocol):
+    """Has files of weights: a folder on disk, or a prefix in object storage, as `str` says."""
+
+    def has(self, name: str) -> bool: ...
+
+    def size(self, name: str) -> int: ...
+
+    def read(self, name: str, first: int, length: int) -> bytes:
+        """Returns at most `length` bytes of a file from byte `first` on. Raises CheckpointError naming a file that
+        cannot be read."""
+
+    def file(self, name: str) -> Path:
+        """What names the file."""
+
+
+class DiskFolder:
+    """Reads regular files of one folder, or what links in it lead to where that is `allowed`."""
+
+    def __init__(self, path: Path, allowed: AllowedFolders | None = None) -> None:
+        self._path, self._allowed = path, allowed
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def has(self, name: str) -> bool:
+        with _reading(self.file(name)):
+            return self.file(name).exists()
+
+    def size(self, name: str) -> int:
+        with _reading(self.file(name)):
+            return self.file(name).stat().st_size
+
+    def read(self, name: str, first: int, length: int) -> bytes:
+        with _reading(self.file(name)), open_regular(self.file(name), self._allowed) as file:
+            file.seek(first)
+            return file.read(length)
+
+    def file(self, name: str) -> Path:
+        return self._path / name
+
+
+class AllowedFolders:
+    """Says where weights may lie that somebody else names: below these folders on disk, links resolved, and below these
+    prefixes of object storage ("s3://bucket/steps")."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self._folders = tuple(os.path.realpath(one) for one in folders if "://" not in one)
+        self._prefixes = tuple(one.rstrip("/") for one in folders if "://" in one)
+
+    def __str__(self) -> str:
+        return ", ".join((*self._folders, *self._prefixes)) or "none"
+
+    def check(self, named: str, found: str) -> None:
+        """Raises PermissionDenied unless `found`, a path without links or a URL, is allowed; `named` is what it was
+        called."""
+        roots = self._prefixes if "://" in found else self._folders
+        if not any(found == root or found.startswith(root.rstrip("/") + "/") for root in roots):
+            leads = "" if found == named else f", which leads to {found},"
+            text = f"path={named!r}{leads} is outside of rollout_folders ({self})"
+            raise PermissionDenied(text, field="path")
+
+
+def open_regular(file: Path, allowed: AllowedFolders | None = None) -> BinaryIO:
+    """Opens a regular file to read. Raises OSError, CheckpointError for what is none (a pipe would block whoever opens
+    it), PermissionDenied for one that lies elsewhere than `allowed`: what was opened is looked at, not its name."""
+    opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise CheckpointError(f"{file}: not a regular file")
+        if allowed is not None:
+            allowed.check(str(file), os.readlink(f"/proc/self/fd/{opened}"))
+        return os.fdopen(opened, "rb")
+    except BaseException:
+        os.close(opened)
+        raise
 
 
 class _reading:  # noqa: N801 - reads like a statement
@@ -213,49 +308,67 @@ class _reading:  # noqa: N801 - reads like a statement
             raise CheckpointError(f"{self.file}: cannot be read: {err.strerror or err}") from None
 
 
-def _json(file: Path) -> dict[str, Any]:
-    with _reading(file):
-        text = file.read_bytes()
+def read_config(folder: WeightsFolder, max_context_tokens: int = 0) -> ModelConfig:
+    """Reads config.json, and generation_config.json where there is one. Raises CheckpointError, which names them."""
+    try:
+        raw = _json(folder, CONFIG)
+        generated = _json(folder, GENERATION) if folder.has(GENERATION) else None
+        return ModelConfig.from_hf(raw, generated, max_context_tokens)
+    except CheckpointError as err:
+        if str(folder) in err.message:
+            raise
+        raise CheckpointError(f"{folder}: {err.message}", field=err.field) from None
+
+
+def _json(folder: WeightsFolder, name: str) -> dict[str, Any]:
+    text, where = folder.read(name, 0, MAX_JSON_BYTES + 1), f"{folder}/{name}"
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{where}: more than {MAX_JSON_BYTES} bytes")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as err:
-        raise CheckpointError(f"{file}: not valid JSON: {err}") from None
+        raise CheckpointError(f"{where}: not valid JSON: {err}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, not {type(value).__name__}")
+        raise CheckpointError(f"{where}: must hold a JSON object, not {type(value).__name__}")
     return value
 
 
-def _shards(folder: Path) -> dict[str, TensorInfo]:
+def _shards(folder: WeightsFolder) -> dict[str, TensorInfo]:
     """Returns all tensors of the single file, or of the shards in the order that the index names them."""
-    if (folder / SINGLE).exists():
-        return read_header(folder / SINGLE)
-    if not (folder / INDEX).exists():
+    if folder.has(SINGLE):
+        return _header(folder, SINGLE)
+    if not folder.has(INDEX):
         raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX} (supported weights: safetensors)")
-    weight_map = _json(folder / INDEX).get("weight_map")
+    weight_map, index = _json(folder, INDEX).get("weight_map"), f"{folder}/{INDEX}"
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX}: weight_map is missing or empty")
+        raise CheckpointError(f"{index}: weight_map is missing or empty")
     headers: dict[str, dict[str, TensorInfo]] = {}
     found: dict[str, TensorInfo] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or shard != os.path.basename(shard) or shard in ("", ".", ".."):
-            raise CheckpointError(f"{folder / INDEX}: weight_map[{name!r}]={shard!r} is not a file name")
+            raise CheckpointError(f"{index}: weight_map[{name!r}]={shard!r} is not a file name")
         if shard not in headers:
-            headers[shard] = read_header(folder / shard)
+            headers[shard] = _header(folder, shard)
         if name not in headers[shard]:
-            raise CheckpointError(f"{folder / shard}: tensor {name}, which the index places here, is missing")
+            raise CheckpointError(f"{folder}/{shard}: tensor {name}, which the index places here, is missing")
         found[name] = headers[shard][name]
     return found
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Parses one safetensors header and checks it against the file's size."""
-    with _reading(file), file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{file}: truncated or not safetensors: header of {length} bytes in {size} bytes")
-        text = stream.read(length)
+    return _header(DiskFolder(file.parent), file.name)
+
+
+def _header(folder: WeightsFolder, name: str) -> dict[str, TensorInfo]:
+    size, file = folder.size(name), folder.file(name)
+    begun = folder.read(name, 0, HEADER_READ)
+    length = int.from_bytes(begun[:8], "little")
+    if len(begun) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(f"{file}: truncated or not safetensors: header of {length} bytes in {size} bytes")
+    text = begun[8 : 8 + length]
+    if len(text) < length:
+        text += folder.read(name, len(begun), length - len(text))
     try:
         header = json.loads(text)
         entries = [_entry(file, 8 + length, name, raw) for name, raw in header.items() if name != "__metadata__"]

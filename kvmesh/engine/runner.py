@@ -35,9 +35,10 @@ from kvmesh.engine.rope import Rotation
 from kvmesh.engine.sampler import Preparation, Sampler, TokensInFlight
 from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
 from kvmesh.engine.stages import BusyTime, stage_groups, stage_layers
+from kvmesh.engine.tensor_sources import TensorSource
 from kvmesh.engine.weights import Weights
 from kvmesh.engine.weights_memory import WeightsMemory
-from kvmesh.engine.weights_update import TensorSource, WeightsUpdate
+from kvmesh.engine.weights_update import WeightsUpdate
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import CacheGroup, is_single
 from kvmesh.kvcache.layout import ShardLayout

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, Group, RankMesh
+from kvmesh.engine.parallel import ALONE, Cut, ExpertsCut, RankMesh
 from kvmesh.engine.stages import stage_layers
 
 if TYPE_CHECKING:
-    from kvmesh.engine.weights_update import TensorSource
+    from kvmesh.engine.tensor_sources import TensorSource
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -50,18 +49,32 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint.tensors or name in self.checkpoint.mtp
 
-    def view(self, name: str) -> torch.Tensor:
-        """Returns the stored tensor, in its stored dtype, over the file mapping (CPU)."""
-        info = self.checkpoint.info(name)
-        flat = torch.frombuffer(self.checkpoint.raw(name), dtype=STORED[info.dtype])
-        return flat.view(info.shape)
+    def view(self, name: str, *box: range) -> torch.Tensor:
+        """Returns the stored tensor, in its stored dtype, over the file mapping or over memory that it was read into
+        (CPU); with a `box`, only what these ranges along its first axes span is read."""
+        data, shape, inner = self.checkpoint.part(name, box)
+        whole = torch.frombuffer(data, dtype=STORED[self.checkpoint.info(name).dtype]).view(shape)
+        return whole[tuple(slice(one.start, one.stop) for one in inner)]
 
     def parts(self, *names: str, cut: Cut | None = None) -> list[torch.Tensor]:
         """Returns views of the stored tensors, in their stored dtypes, over the file mapping; with a `cut`, of this
         rank's part."""
-        views = [self.view(name) for name in names]
         group = ALONE.world if cut is None else self.mesh.group(*cut.over)
-        return views if cut is None or group.size == 1 else _parts(views, cut, group)
+        if cut is None or group.size == 1:
+            return [self.view(name) for name in names]
+        spans = cut.spans(group)
+        if cut.axis == 1:
+            [name], [span] = names, spans
+            return [self.view(name, range(self.checkpoint.info(name).shape[0]), span)]
+        found, base = [], 0  # the rank's spans of the matrices as if they lay one under the other
+        for name in names:
+            rows = self.checkpoint.info(name).shape[0]
+            for span in spans:
+                first, end = max(span.start - base, 0), min(span.stop - base, rows)
+                if first < end:
+                    found.append(self.view(name, range(first, end)))
+            base += rows
+        return found
 
     def __call__(self, *names: str, cut: Cut | None = None) -> torch.Tensor:
         """Reads the tensor, or several joined along their first axis (one fused matrix); with a `cut` this rank's
@@ -80,19 +93,3 @@ class Weights:
         """Gives back the memory of the file's pages that were read: the tensors have been copied."""
         for name in names:
             self.checkpoint.release(name)
-
-
-def _parts(views: Sequence[torch.Tensor], cut: Cut, group: Group) -> list[torch.Tensor]:
-    """Returns the rank's spans of the matrices as if they lay one under the other; nothing is copied."""
-    spans = cut.spans(group)
-    if cut.axis == 1:
-        [view], [span] = views, spans
-        return [view[:, span.start : span.stop]]
-    found, base = [], 0
-    for view in views:
-        for span in spans:
-            first, end = max(span.start - base, 0), min(span.stop - base, view.shape[0])
-            if first < end:
-                found.append(view[first:end])
-        base += view.shape[0]
-    return found

@@ -8,11 +8,10 @@ are (CUDA graphs hold them), and no more than one layer, or the embedding and th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from kvmesh.engine.checkpoint import TensorInfo
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.parallel import Group, RankMesh
@@ -23,32 +22,6 @@ from kvmesh.errors import InvalidRequest
 
 # Parts of a model that hold no weights of it: what they reach is shared with everything else.
 NO_WEIGHTS = (Group, RankMesh, Stage, ModelConfig, Weights)
-
-
-class TensorSource(Protocol):
-    """Is where new weights are read from: a checkpoint's files, or a trainer's memory."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    @property
-    def mtp(self) -> Mapping[str, TensorInfo]:
-        """The tensors of an MTP head; a head that is loaded keeps its own through an update."""
-
-    def check_mtp(self) -> None:
-        """Raises CheckpointError unless there is a whole MTP head."""
-
-    def info(self, name: str) -> TensorInfo: ...
-
-    def raw(self, name: str) -> memoryview:
-        """Returns the bytes of a tensor. Raises KvmeshError when they cannot be had."""
-
-    def release(self, name: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class LayerWeights(Weights):
@@ -78,12 +51,12 @@ class WeightsUpdate:
     def check(self) -> None:
         """Raises InvalidRequest where the embedding is the head in one of the two and not in the other: every name,
         shape and dtype has been checked before (`checkpoint.open_weights`)."""
-        if HEAD in self._weights and not self._weights.config.tie_word_embeddings:
-            return  # the head is its own, here and there
+        if HEAD not in self._weights or not self._weights.config.tie_word_embeddings:
+            return  # the head is its own, here and there; or the new embedding, which goes wherever the served head is
         new = self._build(LayerWeights(self._weights, None))
         ours, theirs = (list(_aliases(_ends(model)).values()) for model in (self._model, new))
         if ours != theirs:
-            text = "the new weights have a head of their own where the served ones have the embedding, or reversed"
+            text = "the new weights have a head of their own where the served ones have the embedding"
             raise InvalidRequest(f"tie_word_embeddings: {text}", field="tie_word_embeddings")
 
     @torch.inference_mode()

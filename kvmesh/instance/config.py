@@ -28,6 +28,22 @@ class InstanceConfig(TierConfig):
             "max": MAX_WEIGHTS_EPOCH,
         },
     )
+    rollout_folders: str = field(
+        default="",
+        metadata={
+            "help": "Folders, and prefixes of object storage (s3://bucket/steps), below which new weights may lie "
+            "(docs/howto/rollouts.md), comma-separated; empty: the folder that the model's folder is in.",
+            "metavar": "PATH,...",
+        },
+    )
+    rollout_trainers: str = field(
+        default="",
+        metadata={
+            "help": "Hosts and networks (10.0.0.0/8) of trainers whose memory may be read, comma-separated; empty: "
+            "this host, and under TLS whoever has a certificate of the mesh.",
+            "metavar": "HOST,...",
+        },
+    )
     cache_dir: str = field(
         default="",
         metadata={

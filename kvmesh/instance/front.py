@@ -46,6 +46,7 @@ from kvmesh.ranks.network import check_network
 from kvmesh.ranks.rendezvous import RendezvousStore
 from kvmesh.ranks.sizing import STEP_KEYS, choose_order
 from kvmesh.ranks.speculation import NO_DRAFTS
+from kvmesh.ranks.transfer_config import listed
 from kvmesh.ranks.turn_sockets import SECRET_BYTES
 from kvmesh.rpc.addresses import check_addresses, split_address
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -222,6 +223,8 @@ class Front:
             secret=self._secret,
             cache_dir=c.cache_dir,
             weights_epoch=c.weights_epoch,
+            rollout_folders=listed(c.rollout_folders),
+            rollout_trainers=listed(c.rollout_trainers),
             room_bytes=c.room_mb << 20,
             device_instances=c.device_instances,
             steps={key: getattr(c, key) for key in STEP_KEYS if hasattr(c, key)},
@@ -402,6 +405,7 @@ class Front:
             eos_token_ids=ready.eos_token_ids,
             kv_bytes_per_token=ready.kv_bytes_per_token if grouped is None else grouped.kv_bytes_per_token,
             weights_epoch=self._live.epoch,
+            weights_path=self._live.path,
             cache_groups=groups_to_wire(grouped.groups, grouped.object_bytes) if grouped is not None else (),
         )
 

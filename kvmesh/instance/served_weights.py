@@ -52,8 +52,8 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """Says where other weights are: in a folder at `path` that every host of the instance's ranks sees, or in the
-    segment of a running trainer."""
+    """Says where other weights are: at `path`, which is a folder that every host of the instance's ranks sees or a
+    prefix of object storage ("s3://bucket/prefix"), or in the segment of a running trainer."""
 
     epoch: int
     path: str = ""
@@ -101,6 +101,7 @@ class LiveWeights:
     def __init__(self, ranks: Sequence[RankClient], epoch: int) -> None:
         self._ranks = ranks
         self.epoch = epoch
+        self.path = ""  # where the weights came from, if an instance that starts anew can read it, too
         self.torn = ""
         self._highest = epoch  # that was ever begun
         self._tickets = 0
@@ -123,7 +124,7 @@ class LiveWeights:
         self._tickets += 1
         ticket, start = self._tickets, time.monotonic()
         until = start + deadline_s
-        prepare = m.PrepareWeights(ticket, new.path, new.segment, new.tensors)
+        prepare = m.PrepareWeights(ticket, new.path, new.segment, new.tensors, deadline_s)
         try:
             prepared = await self._ask(prepare, until)
             for rank, answer in enumerate(prepared):
@@ -131,13 +132,15 @@ class LiveWeights:
                 if answer.why_not:
                     kind = BY_CODE.get(answer.code, InvalidRequest)
                     raise kind(f"{answer.why_not} (rank {rank})", field=answer.field or "weights")
+            if len({answer.versions for answer in prepared if isinstance(answer, m.WeightsPrepared)}) > 1:
+                raise InvalidRequest.of("path", new.path, "has changed while the ranks opened it")
         except BaseException:
             for one in self._ranks:
                 one.send(m.DropWeights(ticket))
             raise
         self._highest = new.epoch
         self.torn = f"the weights of epoch {new.epoch} are not whole"
-        applied = await self._ask(m.ApplyWeights(ticket), until)
+        applied = await self._ask(m.ApplyWeights(ticket, max(0.1, until - time.monotonic())), until)
         nbytes, apply_ns = 0, 0
         for rank, done in enumerate(applied):
             assert isinstance(done, m.WeightsApplied)
@@ -145,7 +148,7 @@ class LiveWeights:
                 self.torn = f"rank {rank} did not get all weights of epoch {new.epoch}: {done.why_not}"
                 raise FailedWeights(self.torn, field="epoch")
             nbytes, apply_ns = nbytes + done.nbytes, max(apply_ns, done.end_ns - done.start_ns)
-        self.epoch, self.torn = new.epoch, ""
+        self.epoch, self.path, self.torn = new.epoch, new.path, ""
         taken = WeightsTaken(nbytes, time.monotonic() - start, apply_ns / 1e9)
         log.info("weights of epoch %d: %d bytes in %.2f s", new.epoch, nbytes, taken.seconds)
         return taken

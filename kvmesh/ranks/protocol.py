@@ -504,6 +504,8 @@ class Configure(Message, frozen=True):
     cache_groups: bool = False
     speculate: str = "off"  # which drafts are verified (kvmesh.ranks.speculation)
     max_draft_tokens: int = 0
+    rollout_folders: tuple[str, ...] = ()  # below which new weights may lie; () = the parent of the model's folder
+    rollout_trainers: tuple[str, ...] = ()  # hosts and networks of trainers; () = this host, under TLS any
     mesh: str = ""  # the axes of the `world_size` ranks as `kvmesh.engine.axes.Axes.parse` reads them
 
 
@@ -623,12 +625,13 @@ class RemoteTensor(msgspec.Struct, frozen=True, array_like=True):
 
 class PrepareWeights(Message, frozen=True):
     """Opens other weights and checks that this rank can take its part of them; nothing changes yet. They are a folder
-    at `path`, or lie in a trainer's segment. The answer is WeightsPrepared."""
+    at `path`, or a prefix of object storage, or lie in a trainer's segment. The answer is WeightsPrepared."""
 
     ticket: int
     path: str = ""
     segment: bytes = b""  # SegmentDescriptor.encode()
     tensors: tuple[RemoteTensor, ...] = ()
+    within_s: float = 600.0
 
 
 class ApplyWeights(Message, frozen=True):
@@ -636,6 +639,7 @@ class ApplyWeights(Message, frozen=True):
     WeightsApplied."""
 
     ticket: int
+    within_s: float = 600.0
 
 
 class DropWeights(Message, frozen=True):
@@ -645,12 +649,14 @@ class DropWeights(Message, frozen=True):
 
 
 class WeightsPrepared(Message, frozen=True):
-    """`why_not` "": ApplyWeights can follow; else `code` names the error (kvmesh.errors)."""
+    """`why_not` "": ApplyWeights can follow; else `code` names the error (kvmesh.errors). `versions` names those of
+    what was opened where it has some, as objects do."""
 
     ticket: int
     why_not: str = ""
     code: str = ""
     field: str = ""
+    versions: str = ""
 
 
 class WeightsApplied(Message, frozen=True):

@@ -7,13 +7,20 @@ from kvmesh.errors import ConfigError
 
 NO_DRAFTS = "off"
 SPECULATE = (NO_DRAFTS, "ngram", "suffix", "mtp", "mtp+ngram")
+COPYING = ("ngram", "suffix")  # kinds that follow from tokens alone, which every rank knows
 
 
 def check_speculation(speculate: str, axes: Axes) -> None:
-    """Raises ConfigError naming field and value for an unknown kind of drafts, and for ranks that verify none."""
+    """Raises ConfigError naming field and value for an unknown kind of drafts, and for ranks at which it cannot be
+    made: every rank drafts for itself, and a model that drafts computes at each of them."""
     if speculate not in SPECULATE:
         raise ConfigError(f"speculate={speculate!r}: must be one of {', '.join(SPECULATE)}", field="speculate")
-    for name in ("pp", "dp", "cp", "dcp"):
-        if speculate != NO_DRAFTS and (size := getattr(axes, name)) > 1:
-            why = f"{name}={size}: drafts are verified by one rank, or by ranks of tp"
-            raise ConfigError(f"speculate={speculate!r} with {why}", field="speculate")
+    if speculate in (NO_DRAFTS, *COPYING):
+        return
+    for name, why in (
+        ("pp", "only the last stage has what the head goes on from"),
+        ("cp", "the head attends with one rank's context"),
+        ("dcp", "the head attends with one rank's context"),
+    ):
+        if (size := getattr(axes, name)) > 1:
+            raise ConfigError(f"speculate={speculate!r} with {name}={size}: {why}", field="speculate")

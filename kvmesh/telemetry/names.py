@@ -214,17 +214,18 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -
     return Histogram(f"kvmesh_{name}", text, labels, registry=REGISTRIES[name.split("_")[0]], buckets=buckets)
 
 
-# Gateway. outcome: stop, length, cancelled, or the `code` of the error tree. route: chat, completions, grpc.
+# Gateway. outcome: stop, length, cancelled, or the `code` of the error tree. route: chat, completions, grpc. model: one
+# that is served, "" of requests that ended before they had one.
 GATEWAY_REQUESTS = _counter("gateway_requests_total", "Requests that ended.", "route", "outcome")
 GATEWAY_RUNNING = _gauge("gateway_running_requests", "Requests in flight.")
-GATEWAY_TTFT = _histogram("gateway_ttft_seconds", "Received until the first token is sent.", _WAIT)
-GATEWAY_TBT = _histogram("gateway_tbt_seconds", "Time between tokens of one request.", _STEP)
-GATEWAY_REQUEST_SECONDS = _histogram("gateway_request_seconds", "Received until finished.", _WAIT)
+GATEWAY_TTFT = _histogram("gateway_ttft_seconds", "Received until the first token is sent.", _WAIT, "model")
+GATEWAY_TBT = _histogram("gateway_tbt_seconds", "Time between tokens of one request.", _STEP, "model")
+GATEWAY_REQUEST_SECONDS = _histogram("gateway_request_seconds", "Received until finished.", _WAIT, "model")
 GATEWAY_TOKENIZE = _histogram("gateway_tokenize_seconds", "Template, tokenize and hash.", _STEP)
 GATEWAY_SCHEDULE = _histogram("gateway_schedule_seconds", "Asking the conductor.", _STEP)
-GATEWAY_PROMPT_TOKENS = _counter("gateway_prompt_tokens_total", "Prompt tokens of accepted requests.")
-GATEWAY_CACHED_TOKENS = _counter("gateway_cached_tokens_total", "Prompt tokens that came from a prefix cache.")
-GATEWAY_OUTPUT_TOKENS = _counter("gateway_output_tokens_total", "Tokens sent to clients.")
+GATEWAY_PROMPT_TOKENS = _counter("gateway_prompt_tokens_total", "Prompt tokens of accepted requests.", "model")
+GATEWAY_CACHED_TOKENS = _counter("gateway_cached_tokens_total", "Prompt tokens that came from a prefix cache.", "model")
+GATEWAY_OUTPUT_TOKENS = _counter("gateway_output_tokens_total", "Tokens sent to clients.", "model")
 GATEWAY_RETRIES = _counter("gateway_retries_total", "Further attempts after an instance failed.", "reason")
 # reason: the loss's error code. outcome: moved, failed (the request with it), abandoned (the client left meanwhile).
 GATEWAY_MIGRATIONS = _counter("gateway_migrations_total", "Answers to be gone on with elsewhere.", "reason", "outcome")

@@ -79,6 +79,7 @@ class ModelCard:
     kv_bytes_per_token: int
     weights_epoch: int
     cache_groups: CardGroups = ()  # (): one group that keeps all
+    weights_path: str = ""  # where the weights of `weights_epoch` came from, if others can read it, too
 
     @cached_property
     def cost(self) -> CacheCost:
@@ -94,6 +95,15 @@ class ModelCard:
     def compute_identity(self) -> tuple[object, ...]:
         """Two instances take as long for the same work, on the same hardware, when these values are equal."""
         return self.fingerprint, self.block_tokens, self.kv_dtype
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NewestWeights:
+    """Says which weights of a model are the newest, and where they came from; `path` "" is a trainer's memory, or not
+    known."""
+
+    epoch: int = 0
+    path: str = ""
 
 
 @dataclass(frozen=True)

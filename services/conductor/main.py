@@ -34,6 +34,7 @@ from kvmesh.services.conductor.settings import (
     Settings,
     ThresholdMode,
 )
+from kvmesh.services.conductor.weights_catch_up import WeightsCatchUp
 from kvmesh.telemetry import names
 
 SERVICE = "kvmesh.v1.Conductor"
@@ -72,6 +73,7 @@ class ConductorService(runner.ServiceRunner):
             peers=config.peers,
         )
         self._orders = BalanceOrders(self.leadership.leads, self._deliver)
+        self._weights = WeightsCatchUp(self._servicer.control, state.newest_weights, self.leadership.leads)
         self.leadership.begin()
         self._advertised = config.advertise
         self._server: Server | None = None
@@ -122,6 +124,7 @@ class ConductorService(runner.ServiceRunner):
         if self._catching_up is None or self._catching_up.done():
             self._catching_up = asyncio.create_task(self._catch_up(), name="catch up")
         self._orders.carry_out(self._servicer.take_orders())
+        self._weights.tick(time.monotonic())
         if self._log is not None:
             self._log.flush()
         if self._heap.due(now := time.monotonic()):
@@ -135,6 +138,7 @@ class ConductorService(runner.ServiceRunner):
         self._heap.close()
         self._stop.set()
         await self._orders.close()
+        await self._weights.close()
         await self.leadership.close()
         for task in (self._following, self._catching_up):
             if task is not None:

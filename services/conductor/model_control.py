@@ -29,6 +29,8 @@ PAUSE_MS, UPDATE_MS, MOST_MS = 60_000, 600_000, 3_600_000
 RESUME_S = 10.0
 UNDO_S = 60.0  # for instances that wake because another one could not sleep
 ASLEEP = f"{Paused.PREFIX}asleep"
+CATCH_UP = "fetching the weights"  # begins the reason of a pause that this is
+MAX_REASON = 300
 GRACE_S = 2.0  # after its deadline an instance's own word is still waited for
 Answer = TypeVar("Answer")
 Call = Callable[[Any, Instance], Awaitable[Any]]  # of an Instance stub
@@ -172,6 +174,32 @@ class ModelControl:
 
     def _sleeps(self, model: str, instances: Sequence[Instance]) -> bool:
         return model in self._asleep or any(one.not_ready_reason.startswith(ASLEEP) for one in instances)
+
+    def is_busy(self, model: str) -> bool:
+        """Whether an order for this model is being carried out."""
+        return model in self._busy
+
+    async def catch_up(self, members: Sequence[Instance], epoch: int, path: str, deadline_s: float) -> None:
+        """Gives the members that are one instance, which gets no work, the weights that others of its model have, and
+        lets it go on unless the model is paused. Raises the first member's error: it stays paused then, and says
+        why."""
+        model, until = members[0].model.name, time.monotonic() + deadline_s
+        paused = [
+            i for i in members if i.not_ready_reason.startswith(Paused.PREFIX) and CATCH_UP not in i.not_ready_reason
+        ]
+        if any(instance.model.weights_epoch < epoch for instance in members):
+            await self._pause(members, common_pb2.PAUSE_MODE_ABORT, until, f"{CATCH_UP} of epoch {epoch}")
+            for one in await self._take(members, epoch, common_pb2.WeightsSource(path=path), until):
+                if one.HasField("error"):
+                    error = status.from_detail(one.error)
+                    reason = f"{CATCH_UP} of epoch {epoch}: {error.message}"[:MAX_REASON]
+                    await self._pause(members, common_pb2.PAUSE_MODE_ABORT, time.monotonic() + RESUME_S, reason)
+                    raise error
+        others = [i for i in self._instances() if i.model.name == model and i not in members]
+        if model in self._paused or (paused and all(i.not_ready_reason.startswith(Paused.PREFIX) for i in others)):
+            return
+        with self._alone(model):
+            await self._resume(members)
 
     def _of(self, name: str) -> tuple[str, list[Instance]]:
         """Returns the model and its instances. Raises ModelNotFound."""

@@ -74,7 +74,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._peers = peers
         self._queue = queue or CallQueue(1024, "max_schedules")
         self.grpc_calls = 0  # Register, Heartbeat and Schedule so far
-        self._control = ModelControl(lambda: state.instances)
+        self.control = ModelControl(lambda: state.instances)
         self._gauges = ScaleGauges()
         self._errors = PresentSeries(names.CONDUCTOR_PREDICTION_ERROR)
         self._idle = PresentSeries(names.CONDUCTOR_IDLE)
@@ -276,17 +276,17 @@ class ConductorServicer(pb_grpc.ConductorServicer):
 
     async def PauseModel(self, request: pb.PauseModelRequest, context: Any) -> pb.PauseModelResponse:  # noqa: N802
         """See ModelControl.pause."""
-        return await self._control.pause(request)
+        return await self.control.pause(request)
 
     async def ResumeModel(self, request: pb.ResumeModelRequest, context: Any) -> pb.ResumeModelResponse:  # noqa: N802
         """See ModelControl.resume."""
-        return await self._control.resume(request)
+        return await self.control.resume(request)
 
     async def UpdateModelWeights(  # noqa: N802
         self, request: pb.UpdateModelWeightsRequest, context: Any
     ) -> pb.UpdateModelWeightsResponse:
         """See ModelControl.update."""
-        return await self._control.update(request)
+        return await self.control.update(request)
 
     async def SleepModel(self, request: pb.SleepModelRequest, context: Any) -> pb.SleepModelResponse:  # noqa: N802
         """See ModelControl.sleep."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvmesh.clock import CaughtUp, Tick
 from kvmesh.errors import KvmeshError, UnknownInstance
@@ -30,6 +30,7 @@ from kvmesh.services.conductor.domain import (
     MemberJoined,
     MembersReset,
     ModelCard,
+    NewestWeights,
     OrderEnded,
     OutOfStep,
     Refuse,
@@ -93,6 +94,12 @@ class ConductorState:
     def instances(self) -> list[Instance]:
         """All known instances, in the order in which they registered."""
         return list(self._fleet)
+
+    def newest_weights(self) -> Iterator[tuple[Instance, NewestWeights]]:
+        """Yields the instances of models whose weights have changed, each with the newest weights of its model."""
+        for instance in self._fleet:
+            if (newest := self._fleet.newest_weights(instance.model)).epoch:
+                yield instance, newest
 
     def weights_epoch(self, instance_id: str) -> int:
         """Returns the weights epoch that the instance has registered with; 0 for one that is not known."""

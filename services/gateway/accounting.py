@@ -37,6 +37,7 @@ class Account:
         self._generation = generation
         self._model = brief(generation.model, MAX_NAME_CHARS)
         self.route = route
+        self.served_model = ""  # once it is known to be one that is served
         self.received_ns = received_ns
         self.tokenized_ns = 0
         self.scheduled_ns = 0
@@ -66,7 +67,7 @@ class Account:
         """Prompts are tokens and keys now."""
         self.tokenized_ns = time.monotonic_ns()
         names.GATEWAY_TOKENIZE.observe((self.tokenized_ns - self.received_ns) / 1e9)
-        names.GATEWAY_PROMPT_TOKENS.inc(prompt_tokens)
+        names.GATEWAY_PROMPT_TOKENS.labels(self.served_model).inc(prompt_tokens)
         attributes: dict[str, spans.Value] = {names.PROMPT_TOKENS: prompt_tokens, names.BLOCK_TOKENS: block_tokens}
         spans.record(names.SPAN_TOKENIZE, self.context, self.received_ns, self.tokenized_ns, attributes)
 
@@ -74,7 +75,7 @@ class Account:
         """A token has arrived."""
         if not self.first_token_ns:
             self.first_token_ns = time.monotonic_ns()
-            names.GATEWAY_TTFT.observe((self.first_token_ns - self.received_ns) / 1e9)
+            names.GATEWAY_TTFT.labels(self.served_model).observe((self.first_token_ns - self.received_ns) / 1e9)
 
     def wrote(self) -> None:
         """Bytes went to the client."""
@@ -91,9 +92,9 @@ class Account:
             outcome = (choices[0].answer.finish if choices else "") or RequestCancelled.code
         now_ns = time.monotonic_ns()
         names.GATEWAY_REQUESTS.labels(route=self.route, outcome=outcome).inc()
-        names.GATEWAY_REQUEST_SECONDS.observe((now_ns - self.received_ns) / 1e9)
+        names.GATEWAY_REQUEST_SECONDS.labels(self.served_model).observe((now_ns - self.received_ns) / 1e9)
         usage = self.usage(choices)
-        names.GATEWAY_CACHED_TOKENS.inc(usage.cached_tokens)
+        names.GATEWAY_CACHED_TOKENS.labels(self.served_model).inc(usage.cached_tokens)
         if self.span.is_recording():
             self.span.set_attributes(
                 {

@@ -65,6 +65,11 @@ class AttemptOwner(Protocol):
         ...
 
     @property
+    def served_model(self) -> str:
+        """The name that metrics have."""
+        ...
+
+    @property
     def wants_logprobs(self) -> bool: ...
 
     @property
@@ -102,9 +107,9 @@ class AnswerAttempts:
 
     __slots__ = (
         "_consumed", "_expected", "_finished", "_granted", "_logprobs", "_problem", "_suspects", "_taken", "_tokens",
-        "_touched", "_watched", "_watched_since", "answer", "attempt", "avoid", "cached_tokens", "carried", "delivered",
-        "done", "epochs", "index", "lane", "last_token", "max_tokens", "migration", "owner", "placement", "prompt",
-        "recovery", "scored_prompt", "seed", "timings", "whole",
+        "_told_intervals", "_told_tokens", "_touched", "_watched", "_watched_since", "answer", "attempt", "avoid",
+        "cached_tokens", "carried", "delivered", "done", "epochs", "index", "lane", "last_token", "max_tokens",
+        "migration", "owner", "placement", "prompt", "recovery", "scored_prompt", "seed", "timings", "whole",
     )  # fmt: skip
 
     def __init__(self, owner: AttemptOwner, index: int, prompt: Prepared, seed: int, max_tokens: int) -> None:
@@ -120,6 +125,8 @@ class AnswerAttempts:
         self.migration: Migration | None = None
         self.done = False
         self.delivered = False
+        self._told_tokens = names.GATEWAY_OUTPUT_TOKENS.labels(owner.served_model)
+        self._told_intervals = names.GATEWAY_TBT.labels(owner.served_model)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -302,9 +309,9 @@ class AnswerAttempts:
         if self.last_token:
             gap = (now - self.last_token) / tokens
             for _ in range(tokens):
-                names.GATEWAY_TBT.observe(gap)
+                self._told_intervals.observe(gap)
         self.last_token = now
-        names.GATEWAY_OUTPUT_TOKENS.inc(tokens)
+        self._told_tokens.inc(tokens)
         self._consumed += tokens
         if 2 * self._consumed >= self.owner.credit_tokens and self.lane is not None:
             self.lane.grant(self._consumed)

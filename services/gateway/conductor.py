@@ -27,7 +27,7 @@ from kvmesh.rpc.leader_client import ServiceClient
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.rpc.status import Unreachable
 from kvmesh.services.gateway.concurrency import PlacementRoom
-from kvmesh.services.gateway.models import Model, Models, ServedModelFacts
+from kvmesh.services.gateway.models import Model, Models, ServedModelFacts, kv_usage
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
 
@@ -254,6 +254,7 @@ class Catalog:
             card = cards.get(model.name)
             if card is not None:
                 model.facts = ServedModelFacts.of(card)
+            model.kv = kv_usage(model.name, instances)
             self._set(model, why_not_ready(model.name, card is not None, instances))
 
 

@@ -83,6 +83,16 @@ class GatewayCore:
             self.idle.set()
         names.GATEWAY_RUNNING.set(len(self.running))
 
+    def queues(self) -> dict[str, tuple[int, int]]:
+        """Returns of each model with requests how many wait for their first token, and how many have it. Any thread
+        may call it."""
+        found = dict[str, tuple[int, int]]()
+        for request in list(self.running):
+            model, has_token = request.account.served_model, request.account.first_token_ns > 0
+            waiting, running = found.get(model, (0, 0))
+            found[model] = (waiting + (not has_token), running + has_token)
+        return found
+
     @property
     def not_ready_reason(self) -> str:
         """ "" while requests of any model can be served."""

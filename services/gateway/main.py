@@ -22,6 +22,7 @@ from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.services.gateway.models import Models
+from kvmesh.services.gateway.pool_member import PoolMemberMetrics
 from kvmesh.services.gateway.quota_book import QuotaBook, RedisQuotas
 from kvmesh.services.gateway.request_memory import RequestMemory
 from kvmesh.services.gateway.rest import app
@@ -86,6 +87,9 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances)
         core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory, responses, quotas)
         stack.callback(core.close)
+        member = PoolMemberMetrics(list(models), core.queues)
+        names.REGISTRIES["gateway"].register(member)
+        stack.callback(names.REGISTRIES["gateway"].unregister, member)
         stack.push_async_callback(core.traces.close)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer.GatewayServicer(core), grpc_server.grpc)
         grpc_server.serves(servicer.SERVICE)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvmesh.errors import InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.kvcache.keys import Namespace
-from kvmesh.rpc.pb import common_pb2
+from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.services.gateway.api_keys import ANYBODY, Tenant, combined_salt
 from kvmesh.services.gateway.generation import brief
 from kvmesh.services.gateway.text.prepare import Preparer
@@ -50,6 +50,33 @@ class ServedModelFacts:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class KvUsage:
+    """Device pages of the instances that decode a model."""
+
+    block_tokens: int
+    pages: int
+    free_pages: int
+
+    @property
+    def used_share(self) -> float:
+        return 1 - min(self.free_pages, self.pages) / self.pages if self.pages else 0.0
+
+
+def kv_usage(model: str, instances: Collection[conductor_pb2.InstanceStatus]) -> KvUsage:
+    """Returns the pages of all ready instances that decode `model`: each answer needs room at one of them."""
+    mine = [
+        one
+        for one in instances
+        if one.model == model and one.ready and one.role in (common_pb2.ROLE_DECODE, common_pb2.ROLE_BOTH)
+    ]
+    return KvUsage(
+        mine[0].card.block_tokens if mine else 0,
+        sum(one.capacity_blocks for one in mine),
+        sum(one.load.free_pages for one in mine),
+    )
+
+
 class Model:
     """One served model. `not_ready_reason` is "" while requests can be placed."""
 
@@ -57,6 +84,7 @@ class Model:
         self.name = name
         self.preparer = preparer
         self.facts: ServedModelFacts | None = None
+        self.kv: KvUsage | None = None  # as the conductor last told it
         self.not_ready_reason = "the conductor has not answered yet"
 
     @property

@@ -280,6 +280,7 @@ class Request:
         core, wanted = self.core, self.generation
         self._check_priority()
         model = self._model = core.models.find(wanted.model, self.tenant)
+        self.account.served_model = model.name
         facts = self._facts = model.require()
         core.quotas.check_early(self.tenant, wanted.choices)
         try:
@@ -409,6 +410,11 @@ class Request:
     def credit_tokens(self) -> int:
         """See AttemptOwner."""
         return self.core.config.session_credit_tokens
+
+    @property
+    def served_model(self) -> str:
+        """See AttemptOwner."""
+        return self.account.served_model
 
     @property
     def wants_logprobs(self) -> bool:

@@ -40,7 +40,8 @@ BORNE = hostile.BORNE | {"DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_DENIED", "U
 AT_ONCE = 4
 SILENCE_S = 0.1
 RESUME_S = 60.0
-PAUSING = ("PauseModel", "UpdateModelWeights", "SleepModel", "Pause", "UpdateWeights", "Sleep")  # what they are asked for they do
+# What these are asked for they do.
+PAUSING = ("PauseModel", "UpdateModelWeights", "SleepModel", "Pause", "UpdateWeights", "Sleep")
 TARGETS = {
     gateway_pb2: ("Gateway", ["gateway"]), conductor_pb2: ("Conductor", ["conductor"]),
     store_pb2: ("StoreMaster", ["store"]), prefill_pb2: ("Prefill", ["prefill-0"]),

@@ -189,6 +189,7 @@ class Lane:
 @dataclass
 class Owner:
     stops: list[str] = field(default_factory=list)
+    served_model: str = "m"
     wants_logprobs: bool = False
     prompt_logprobs: int = -1
     prompt_only: bool = False

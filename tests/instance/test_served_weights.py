@@ -4,12 +4,14 @@ what is refused leaves the old ones, what ends in the middle leaves neither."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import obstore
 import pytest
 import pytest_asyncio
 
@@ -21,6 +23,7 @@ from kvmesh.errors import (
     InvalidRequest,
     KvmeshError,
     Overloaded,
+    PermissionDenied,
     Unavailable,
 )
 from kvmesh.instance.front import Front
@@ -28,11 +31,13 @@ from kvmesh.instance.served_weights import LiveWeights, NewWeights
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.weights_worker import WeightsWorker
 from kvmesh.rollout.trainer import TrainerSegment
+from kvmesh.tiers.object_store.client import open_store
 from kvmesh.transfer import EngineConfig
 from tests.support.checkpoints import make_checkpoint
 from tests.support.mesh.client import prompt
 from tests.support.rank_driver import BLOCK, GREEDY, AllRanks, ranks
 from tests.support.reference import assert_matches_reference
+from tests.support.s3_server import s3_server
 
 PROMPT = prompt(3, 40, 250)
 
@@ -66,9 +71,23 @@ class Served:
         return said
 
 
+@pytest.fixture(scope="module")
+def bucket(folders: list[Path]) -> Iterator[str]:
+    """Object storage that ranks find by their environment, with the first step's weights under two prefixes."""
+    with s3_server() as server:
+        url = f"s3://{server.bucket()}"
+        for prefix in ("steps/1", "private"):
+            store = open_store(f"{url}/{prefix}")
+            for file in sorted(folders[1].iterdir()):
+                obstore.put(store, file.name, file.read_bytes())
+        yield url
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    async with ranks("w", folders[0], 2, tmp_path_factory.mktemp("ranks")) as both:
+async def served(folders: list[Path], bucket: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    root = str(tmp_path_factory.getbasetemp())
+    allowed = (root, f"{bucket}/steps")
+    async with ranks("w", folders[0], 2, tmp_path_factory.mktemp("ranks"), rollout_folders=allowed) as both:
         yield Served(both)
 
 
@@ -91,19 +110,47 @@ async def test_out_of_a_folder_and_out_of_a_trainers_memory(served: Served, fold
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_refused_changes_nothing(served: Served, folders: list[Path], tmp_path: Path) -> None:
+async def test_out_of_object_storage(served: Served, folders: list[Path], bucket: str) -> None:
+    epoch = served.live.epoch
+    await served.live.update(NewWeights(epoch + 1, path=str(folders[1])), 60)
+    from_disk = await served.answer()
+    await served.live.update(NewWeights(epoch + 2, path=str(folders[2])), 60)
+    assert await served.answer() != from_disk
+    await served.live.update(NewWeights(epoch + 3, path=f"{bucket}/steps/1"), 60)
+    assert await served.answer() == from_disk
+    assert (served.live.epoch, served.live.torn) == (epoch + 3, "")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_refused_changes_nothing(
+    served: Served, folders: list[Path], bucket: str, tmp_path: Path
+) -> None:
     before, epoch = await served.answer(), served.live.epoch
     one = make_checkpoint(tmp_path / "other", num_hidden_layers=4, intermediate_size=128)
     (one / "config.json").unlink()
+    link, linked, pipe = (tmp_path / name for name in ("link", "linked", "pipe"))
+    link.symlink_to("/etc")
+    for folder in (linked, pipe):
+        folder.mkdir()
+    (linked / "model.safetensors").symlink_to("/etc/passwd")
+    os.mkfifo(pipe / "model.safetensors")
     bad: list[tuple[NewWeights, type[KvmeshError], str]] = [
         (NewWeights(epoch, path=str(folders[1])), InvalidRequest, f"epoch={epoch}: must be greater than {epoch}"),
         (NewWeights(2**64, path=str(folders[1])), InvalidRequest, "epoch="),
-        (NewWeights(9), InvalidRequest, "either a folder, or a trainer's segment"),
-        (NewWeights(9, path=str(one)), CheckpointError, r"has shape \[64, 128\].*rank 0"),
-        (NewWeights(9, path=str(tmp_path / "none")), CheckpointError, "not a folder"),
-        (NewWeights(9, segment=b"x", tensors=(m.RemoteTensor("a", "F32", (0,), 0),)), InvalidRequest, "tensors.a"),
-        (NewWeights(9, segment=b"x", tensors=(m.RemoteTensor("a", "F32", (2,) * 9, 0),)), InvalidRequest, "tensors.0"),
-        (NewWeights(9, path=str(tmp_path / ("n" * 300))), CheckpointError, "cannot be read: File name too long"),
+        (NewWeights(20), InvalidRequest, "either a folder, or a trainer's segment"),
+        (NewWeights(20, path=str(one)), CheckpointError, r"has shape \[64, 128\].*rank 0"),
+        (NewWeights(20, path=str(tmp_path / "none")), CheckpointError, "not a folder"),
+        (NewWeights(20, segment=b"x", tensors=(m.RemoteTensor("a", "F32", (0,), 0),)), InvalidRequest, "tensors.a"),
+        (NewWeights(20, segment=b"x", tensors=(m.RemoteTensor("a", "F32", (2,) * 9, 0),)), InvalidRequest, "tensors.0"),
+        (NewWeights(20, path=str(tmp_path / ("n" * 300))), CheckpointError, "cannot be read: File name too long"),
+        (NewWeights(20, path=f"{bucket}/private"), PermissionDenied, "private' is outside of rollout_folders"),
+        (NewWeights(20, path=f"{bucket}/steps/2"), CheckpointError, "has neither model.safetensors nor"),
+        (NewWeights(20, path=f"{bucket}/steps/../private"), InvalidRequest, "must be like s3://bucket/prefix"),
+        (NewWeights(20, path="s3://a:b@127.0.0.1:9/c"), InvalidRequest, "must be like s3://bucket/prefix"),
+        (NewWeights(20, path="/etc"), PermissionDenied, "path='/etc' is outside of rollout_folders"),
+        (NewWeights(20, path=str(link)), PermissionDenied, "which leads to /etc, is outside"),
+        (NewWeights(20, path=str(linked)), PermissionDenied, r"model.safetensors', which leads to /.*, is outside"),
+        (NewWeights(20, path=str(pipe)), CheckpointError, "model.safetensors: not a regular file"),
         (NewWeights(2**64 - 1, path=str(folders[1])), InvalidRequest, "weights_epoch=18446744073709551615: at most"),
     ]
     for new, kind, words in bad:
@@ -153,7 +200,7 @@ async def test_a_trainer_that_goes_in_the_middle_leaves_nothing_that_serves(
 async def test_a_rank_killed_in_the_middle_ends_the_update(folders: list[Path], tmp_path: Path) -> None:
     """No files are there any more when the ranks come to read them, but for one rank, which is dead."""
     gone = shutil.copytree(folders[1], tmp_path / "gone")
-    async with ranks("k", folders[0], 2, tmp_path) as both:
+    async with ranks("k", folders[0], 2, tmp_path, rollout_folders=(str(tmp_path),)) as both:
         served = Served(both)
         for driver in both.drivers:
             driver.client._on_lost = lambda _, cause: served.live.ranks_lost(cause)
@@ -172,7 +219,7 @@ def test_a_rank_outlives_whatever_opening_weights_raises() -> None:
             raise MemoryError("none is left")
 
     said: list[m.ToFront] = []
-    worker = WeightsWorker(cast(Any, NoMemory()), cast(Any, None), lambda: False, said.append, lambda: None)
+    worker = WeightsWorker(cast(Any, NoMemory()), *cast(Any, (None, None)), lambda: False, said.append, lambda: None)
     worker.handle(m.PrepareWeights(3, "/w", b"", ()))
     why = "new weights cannot be opened: none is left"
     assert said == [m.WeightsPrepared(3, why, InternalError.code, "")]

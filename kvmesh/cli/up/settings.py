@@ -288,6 +288,8 @@ class MeshSettings:
         metavar="FILE",
     )
     rollout: bool = same_as(GatewayConfig, "rollout")
+    rollout_folders: str = same_as(InstanceConfig, "rollout_folders")
+    rollout_trainers: str = same_as(InstanceConfig, "rollout_trainers")
     tls: bool = field(
         default=False,
         metadata={"help": "mTLS between all services, with certificates made for this run (in its folder)."},

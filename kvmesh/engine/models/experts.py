@@ -250,32 +250,37 @@ def read_shared(config: ModelConfig, weights: Weights, prefix: str) -> GatedExpe
 def _parts(weights: Weights, experts: ExpertsConfig, own: ExpertShare, prefix: str) -> Iterator[ExpertParts]:
     """Yields this rank's experts of a layer in their order; what was read is given back, and nothing of others' experts
     is read."""
-    names, columns = expert_names(weights.config), slice(own.columns.start, own.columns.stop)
+    names, columns = expert_names(weights.config), own.columns
     if experts.stacked is None:
         for index in own.experts:
             files = [prefix + name for name in names.expert(index)]
-            gate, up, down = (weights.view(name) for name in files)
-            yield ExpertParts(gate[columns], up[columns], down[:, columns])
+            gate, up = (weights.view(name, columns) for name in files[:2])
+            outputs = range(weights.checkpoint.info(files[2]).shape[0])
+            yield ExpertParts(gate, up, weights.view(files[2], outputs, columns))
             weights.release(*files)
         return
     files = [prefix + name for name in names.stacked]
     biased = [f"{name}_bias" for name in files if experts.biases]
-    adds = own.columns.start == 0 or len(own.columns) == experts.inner
-    both, downs = (weights.view(name).transpose(1, 2) for name in files)  # [experts, outputs, inputs]
-    biases = [weights.view(name) for name in biased]
+    adds = columns.start == 0 or len(columns) == experts.inner
     for index in own.experts:
-        gate, up = (half[columns] for half in _gate_and_up(experts, both[index]))
+        one = range(index, index + 1)
+        inputs = range(weights.checkpoint.info(files[0]).shape[1])
+        gate, up = (half[0].T for half in _gate_and_up(weights, experts, files[0], columns, one, inputs))
         bias = down_bias = None
-        if biases:
-            bias = torch.cat([half[columns] for half in _gate_and_up(experts, biases[0][index])])
-            down_bias = biases[1][index].clone() if adds else None
-        yield ExpertParts(gate, up, downs[index][:, columns], bias, down_bias)
+        if biased:
+            bias = torch.cat([half[0] for half in _gate_and_up(weights, experts, biased[0], columns, one)])
+            down_bias = weights.view(biased[1], one)[0].clone() if adds else None
+        yield ExpertParts(gate, up, weights.view(files[1], one, columns)[0].T, bias, down_bias)
     weights.release(*files, *biased)
 
 
-def _gate_and_up(experts: ExpertsConfig, joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes gate and up `[inner, ...]` of one stacked expert apart."""
+def _gate_and_up(
+    weights: Weights, experts: ExpertsConfig, name: str, columns: range, *lead: range
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns these columns of gate and of up, which lie in one stacked tensor along the axis after those of `lead`."""
+    first, end = columns.start, columns.stop
     if experts.stacked == "by_turns":
-        return joined[::2], joined[1::2]
-    gate, up = joined.chunk(2)
+        both = weights.view(name, *lead, range(2 * first, 2 * end))
+        return both[..., ::2], both[..., 1::2]
+    gate, up = (weights.view(name, *lead, range(at + first, at + end)) for at in (0, experts.inner))
     return gate, up

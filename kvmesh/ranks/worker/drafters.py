@@ -10,6 +10,7 @@ from kvmesh.drafts.speculator import Speculator
 from kvmesh.drafts.suffix import SuffixDrafter
 from kvmesh.engine.mtp import MtpDrafter
 from kvmesh.engine.runner import Runner
+from kvmesh.errors import ConfigError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.speculation import NO_DRAFTS, check_speculation
 from kvmesh.ranks.wake import axes_of
@@ -38,7 +39,11 @@ def wants_mtp(configure: m.Configure) -> bool:
 
 def speculator_of(configure: m.Configure, states: bool, runner: Runner) -> Speculator | None:
     """Returns what drafts for a rank, or None. `states`: the model has some, which a draft that is cut changes. Raises
-    ConfigError as `check_speculation` and Speculator do."""
-    check_speculation(configure.speculate, axes_of(configure))
+    ConfigError as `check_speculation` and Speculator do, and for stages of a model with states."""
+    axes = axes_of(configure)
+    check_speculation(configure.speculate, axes)
+    if states and axes.pp > 1 and configure.speculate != NO_DRAFTS:
+        why = f"pp={axes.pp}: an earlier stage hears too late that its states have to go back"
+        raise ConfigError(f"speculate={configure.speculate!r} with {why}", field="speculate")
     drafters = [make(runner) for make in DRAFTERS[configure.speculate]]
     return Speculator(drafters, configure.max_draft_tokens, again=states) if drafters else None

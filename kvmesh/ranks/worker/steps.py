@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvmesh.drafts.drafter import Draft
-from kvmesh.drafts.speculator import Speculator
+from kvmesh.drafts.speculator import DraftOf, Speculator
 from kvmesh.drafts.step_share import StepShare
 from kvmesh.engine.batch import Chosen, DecodeBatch, PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
@@ -35,7 +36,14 @@ from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.rows import LaunchedRows, PageHolds, RunningRows, logprobs
 from kvmesh.ranks.worker.snapshots import KeptStates, Roles, Snapshots
 from kvmesh.ranks.worker.tables import GroupTables, tables_of
-from kvmesh.ranks.worker.verification import RowVariants, expand, note_accepted, sampled_at, until_stop
+from kvmesh.ranks.worker.verification import (
+    DraftedBatch,
+    RowVariants,
+    expand,
+    note_accepted,
+    sampled_at,
+    until_stop,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +74,23 @@ class StepInFlight:
 
 def _without_grammar(params: Sequence[SampleParams]) -> list[SampleParams]:
     return [p for p in params if p.grammar is None]
+
+
+class DraftedRows(NamedTuple):
+    """Is the rows of a step with their drafts: of each row what was proposed (`found`) and what of it is computed
+    (`drafts`), its inputs without a draft (`batch`), and the batch of all of them (`wide`)."""
+
+    handles: list[int]
+    found: list[DraftOf]
+    drafts: list[list[int]]
+    batch: DecodeBatch
+    wide: DraftedBatch
+    began_ns: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are computed as drafts."""
+        return sum(map(len, self.drafts))
 
 
 class Steps:
@@ -150,26 +175,33 @@ class Steps:
         called while chunks are computed. A step that may verify drafts is not launched ahead, since these follow from
         the tokens before; `share_ppm` is the leader's (None: this rank's own)."""
         share_ppm = self.share_ppm if share_ppm is None else share_ppm
-        drafts = False
-        if self._speculator is not None and prefill is None:
-            drafts = self._speculator.hopes(self.rows.handles(), share_ppm)
-        if self.begin is not None and prefill is None and not drafts:
-            self._run_ahead(self.begin)
-            return
+        hopes: bool | None = None  # where it is known already
+        if self.begin is not None and prefill is None:
+            hopes = self._hopes(share_ppm)
+            if not hopes:
+                self._run_ahead(self.begin)
+                return
         self.settle()
         self.rows = self.batches.take_turn()
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
-        if drafts and self._run_drafted(share_ppm, between_layers):
-            return
+        hopes = self._hopes(share_ppm) if hopes is None else hopes
+        drafted = self._propose(share_ppm) if hopes else None
         if prefill is not None or self.rows.live:
-            self._run(prefill, self.rows.live > 0, between_layers)
+            self._run(prefill, self.rows.live > 0, between_layers, drafted)
         else:
             self._runner.serve(between_layers)
 
-    def _run(self, step: m.PrefillStep | None, decode: bool, between_layers: Callable[[], None]) -> None:
-        """Runs one step, with the live rows if `decode`. A failure is reported to the side, prefill or decode, whose
-        requests failed. The others lose nothing: computing them again writes the same bytes."""
+    def _run(
+        self,
+        step: m.PrefillStep | None,
+        decode: bool,
+        between_layers: Callable[[], None],
+        drafted: DraftedRows | None = None,
+    ) -> None:
+        """Runs one step, with the live rows if `decode`, or with these and their drafts, `drafted`. A failure is
+        reported to the side, prefill or decode, whose requests failed. The others lose nothing: computing them again
+        writes the same bytes."""
         items = step.items if step is not None else ()
         pushed = tuple(item for item in items if item.push)
 
@@ -184,13 +216,16 @@ class Steps:
                 scores.append((items[at].handle, packed_scores(found)))
 
         start = time.monotonic_ns()
-        batch = self.rows.batch() if decode else NOBODY
+        batch = drafted.batch if drafted is not None else self.rows.batch() if decode else NOBODY
         rows, roles = len(batch.positions), self.rows.live_roles()
         named: list[GroupTables] | None = None
         late: list[Callable[[], Chosen]] = []
         hidden: list[torch.Tensor] = []
+        made: list[list[int]] = []
         handles = self.rows.handles() if decode and self._wants_hidden else ()
         on_late = late.append if len(self.batches.all) > 1 else None
+        with_draft = [roles[row] for row, draft in enumerate(drafted.drafts) if draft] if drafted and roles else []
+        states = self._snapshots.keep(with_draft)
         self._pusher.step_begins(pushed)
         try:
             named = [tables_of(self._groups, item.groups) for item in items] if self._groups else []
@@ -201,11 +236,20 @@ class Steps:
             written = on_layer if items or self._runner.rounds is not None else None
             inputs = self._inputs(items, named)
             on_hidden = hidden.append if handles else None
-            first, chosen = self._runner.step(inputs, batch, written, wanted, on_late, on_hidden)
+            wide = batch if drafted is None else drafted.wide.batch
+            first, chosen = self._runner.step(inputs, wide, written, wanted, on_late, on_hidden)
             if self._snapshots:
                 self._snapshots.save([tables.roles for tables in named])
-                self._snapshots.save_at_borders(batch.positions + 1, roles)
+                if drafted is None:
+                    self._snapshots.save_at_borders(batch.positions + 1, roles)
+            if drafted is not None and not late:
+                made = sampled_at(chosen, drafted.wide.firsts, drafted.drafts)
+                if states is not None:
+                    self._roll_back(states, batch, roles, drafted.drafts, made)
         except NonFiniteLogits as error:
+            if drafted is not None:  # some row's, perhaps behind a draft alone: computed again, it shows whose
+                self._run(step, decode, between_layers)
+                return
             bad = set(error.rows)
             bad_items = {item.handle for at, item in enumerate(items, rows) if at in bad}
             self._rows_failed([self.rows.handle(at) for at in sorted(bad) if at < rows], error)
@@ -243,100 +287,103 @@ class Steps:
             busy = self._runner.busy(end)
             self._send(m.PrefillStepDone(step.step_id, start, end, sampled, tuple(scores), *busy))
         if late:
-            self._await_tokens(self.rows, late[0])
+            self._await_tokens(self.rows, late[0], drafted)
         elif rows:
+            beside, context = sum(len(item.token_ids) for item in items), int(batch.positions.sum())
+            drafts: tuple[tuple[str, int, int], ...] = ()
             lost: tuple[int, ...] = ()
             faults: dict[int, str] = {}
-            if chosen.token_ids.min() < 0:
-                step_rows = self.rows.launched()
-                faults = _faults(step_rows.handles, chosen)
-                made = self.rows.collected(step_rows, chosen)
-                tokens, lost = made.tokens, made.bad
+            if drafted is not None:
+                said, counts = self.rows.advance_by(made, _scores_of(chosen, drafted.wide.firsts, made))
+                tokens, lost, faults = said.tokens, said.bad, _faults_of(chosen, drafted)
+                if self._snapshots:
+                    self._snapshots.save_at_borders(batch.positions + np.array(counts), roles)
+                for row, own in enumerate(made):
+                    note_accepted(batch.params[row], own[: counts[row]])
+                drafts = self._drafts_told(drafted, made)
+                learn = partial(self._learn, drafted, made, counts, {*said.ended, *said.bad}, hidden)
             else:
-                tokens = self.rows.advance(chosen)
-            beside, context = sum(len(item.token_ids) for item in items), int(batch.positions.sum())
+                if chosen.token_ids.min() < 0:
+                    step_rows = self.rows.launched()
+                    faults = _faults(step_rows.handles, chosen)
+                    collected = self.rows.collected(step_rows, chosen)
+                    tokens, lost = collected.tokens, collected.bad
+                else:
+                    tokens = self.rows.advance(chosen)
+                behind = {handle: hidden[0][row : row + 1] for row, handle in enumerate(handles)} if hidden else {}
+                learn = partial(self._tell_drafters, tokens, lost, behind)
             since, others = self.batches.step_ended(self.rows, start, end)
             if others:  # they are of the batch, too, and their contexts taken to be as long
                 context += context * others // rows
-            self._send(m.DecodeStepDone(start, end, rows + others, context, tokens, beside, since_ns=since))
+            self._send(
+                m.DecodeStepDone(start, end, rows + others, context, tokens, beside, since_ns=since, drafts=drafts)
+            )
             self._rows_lost(lost, faults)
-            if self._speculator is not None:
-                behind = {handle: hidden[0][row : row + 1] for row, handle in enumerate(handles)} if hidden else {}
-                self._tell_drafters(tokens, end - start if step is None else 0, behind)
+            if self._speculator is None:
+                pass
+            elif len(self.batches.all) > 1:  # stages draft alike: they learn at the same place among steps and commands
+                self.batches.postpone(self.rows, learn)
+            else:
+                learn()
+        if self._speculator is not None and rows and step is None:  # a step with a prompt does not tell what rows cost
+            took_ns = end - start if drafted is None else time.monotonic_ns() - drafted.began_ns
+            self._share.add(0 if drafted is None else drafted.tokens, took_ns)
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────
 
-    def _run_drafted(self, share_ppm: int, between_layers: Callable[[], None]) -> bool:
-        """Runs a step that verifies drafts of the live rows; returns False, and does nothing, where there is none."""
+    def _hopes(self, share_ppm: int) -> bool:
+        """Whether a draft for any of the rows may be worth its cost."""
+        return self._speculator is not None and self._speculator.hopes(self.rows.handles(), share_ppm)
+
+    def _propose(self, share_ppm: int) -> DraftedRows | None:
+        """Returns the live rows with their drafts; None where there is no draft."""
         assert self._speculator is not None
-        rows, handles, began = self.rows, self.rows.handles(), time.monotonic_ns()
-        found = self._speculator.propose(handles, rows.room_for_drafts(bool(self._snapshots)), share_ppm)
-        if not any(one.draft.tokens for one in found):
-            return False
-        batch, roles, start = rows.batch(), rows.live_roles(), time.monotonic_ns()
+        rows, handles, began_ns = self.rows, self.rows.handles(), time.monotonic_ns()
+        batch, room = rows.batch(), rows.room_for_drafts(bool(self._snapshots))
+        if len(self.batches.all) > 1:  # only the last stage knows what a grammar forbids
+            room = [0 if params.grammar is not None else most for params, most in zip(batch.params, room, strict=True)]
+        found = self._speculator.propose(handles, room, share_ppm)
         drafts, variants = [], []
         for row, one in enumerate(found):
             draft = until_stop(one.draft.tokens, rows.stops(row))
             behind = self._variants.of(handles[row], batch.params[row], draft) if draft else []
             drafts.append(list(draft[: len(behind)]))
             variants.append(behind)
-        step = expand(batch, drafts, variants)
-        hidden: list[torch.Tensor] = []
-        drafted = [roles[row] for row, draft in enumerate(drafts) if draft] if self._snapshots else []
-        states = self._snapshots.keep(drafted)
-        self._pusher.step_begins(())
-        try:
-            wanted = hidden.append if self._wants_hidden else None
-            _, chosen = self._runner.step((), step.batch, on_hidden=wanted)
-            made = sampled_at(chosen, step.firsts, drafts)
-            if states is not None:
-                self._roll_back(states, batch, roles, drafts, made)
-        except NonFiniteLogits:  # some row's, perhaps behind a draft alone: computed again, it shows whose
-            self._run(None, True, between_layers)
-            return True
-        except Exception as error:
-            if self._runner.mesh.world.size > 1 and not isinstance(error, KvmeshError):
-                raise  # the other ranks may not have failed, so it is unknown where they stand
-            log.exception("decode step failed")
-            self._rows_failed(handles, error)
-            return True
-        end = time.monotonic_ns()
-        scored = [
-            [logprobs(token) if (token := chosen.scored.get(first + at)) else None for at in range(len(own))]
-            for first, own in zip(step.firsts, made, strict=True)
-        ]
-        faults = {
-            handle: token.fault
-            for handle, first in zip(handles, step.firsts, strict=True)
-            if (token := chosen.scored.get(first)) is not None and token.fault
-        }
-        said, counts = rows.advance_by(made, scored)
-        if self._snapshots:
-            self._snapshots.save_at_borders(batch.positions + np.array(counts), roles)
+        if not any(drafts):
+            return None
+        return DraftedRows(handles, found, drafts, batch, expand(batch, drafts, variants), began_ns)
+
+    def _drafts_told(self, drafted: DraftedRows, made: Sequence[Sequence[int]]) -> tuple[tuple[str, int, int], ...]:
+        """Returns how many tokens of each drafter were computed and kept, as DecodeStepDone has it."""
+        assert self._speculator is not None
         drafters = self._speculator.drafters
-        computed, held = [0] * len(drafters), [0] * len(drafters)
-        ended = {*said.ended, *said.bad}
-        for row, handle in enumerate(handles):
-            own, draft = made[row][: counts[row]], drafts[row]
+        computed, kept = [0] * len(drafters), [0] * len(drafters)
+        for one, draft, own in zip(drafted.found, drafted.drafts, made, strict=True):
+            computed[one.by] += len(draft)
+            kept[one.by] += max(0, len(own) - 1)
+        return tuple(zip((drafter.name for drafter in drafters), computed, kept, strict=True))
+
+    def _learn(
+        self,
+        drafted: DraftedRows,
+        made: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        gone: Collection[int],
+        hidden: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Tells the drafters what became of drafts: the tokens `made`, of which `counts` are the answers', the rows
+        that are `gone`, and what the target has computed behind each token of the step, if that is known."""
+        assert self._speculator is not None
+        for row, handle in enumerate(drafted.handles):
+            draft, one = drafted.drafts[row], drafted.found[row]
             if draft:
-                kept = max(0, len(made[row]) - 1)
-                computed[found[row].by] += len(draft)
-                held[found[row].by] += kept
-                self._speculator.verified(
-                    handle, found[row]._replace(draft=Draft(draft, found[row].draft.strength)), kept
-                )
-            if handle in ended:
+                computed = one._replace(draft=Draft(draft, one.draft.strength))
+                self._speculator.verified(handle, computed, max(0, len(made[row]) - 1))
+            if handle in gone:
                 self._forget_drafts(handle)
                 continue
-            note_accepted(batch.params[row], own)
-            first = step.firsts[row]
+            first, own = drafted.wide.firsts[row], made[row][: counts[row]]
             self._speculator.extend(handle, own, hidden[0][first : first + len(own)] if hidden else None)
-        context = int(batch.positions.sum())
-        drafts_told = zip((drafter.name for drafter in drafters), computed, held, strict=True)
-        self._send(m.DecodeStepDone(start, end, len(handles), context, said.tokens, drafts=tuple(drafts_told)))
-        self._rows_lost(said.bad, faults)
-        self._share.add(len(step.batch.positions) - len(handles), time.monotonic_ns() - began)
-        return True
 
     def _roll_back(
         self,
@@ -360,33 +407,44 @@ class Steps:
             again.append(PrefillInput(tokens, int(batch.positions[row]), groups=groups))
         self._runner.step(again, NOBODY)
 
-    def _tell_drafters(self, tokens: Sequence[m.Token], took_ns: int, hidden: Mapping[int, torch.Tensor]) -> None:
-        """Tells of the tokens of a step without drafts, one a row, and of the target's `hidden [1, width]` of each row
-        where they are known; `took_ns` 0: its time says nothing."""
+    def _tell_drafters(
+        self, tokens: Sequence[m.Token], lost: Iterable[int], hidden: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Tells of the tokens of a step without drafts, one a row, of rows that were `lost` in it, and of the target's
+        `hidden [1, width]` of each row where they are known."""
         assert self._speculator is not None
         for token in tokens:
             if token.finish:
                 self._forget_drafts(token.handle)
             else:
                 self._speculator.extend(token.handle, (token.token_id,), hidden.get(token.handle))
-        if took_ns:
-            self._share.add(0, took_ns)
+        for handle in lost:
+            self._forget_drafts(handle)
 
     def _forget_drafts(self, handle: int) -> None:
         if self._speculator is not None:
             self._speculator.end(handle)
             self._variants.end(handle)
 
-    def _await_tokens(self, rows: RunningRows, tokens: Callable[[], Chosen]) -> None:
+    def _await_tokens(self, rows: RunningRows, tokens: Callable[[], Chosen], drafted: DraftedRows | None) -> None:
         """Has the rows go on with the tokens that the last stage chooses, before their micro-batch's next step. It
         tells the front of them."""
 
         def apply() -> None:
             chosen = tokens()
+            if drafted is not None:
+                made = sampled_at(chosen, drafted.wide.firsts, drafted.drafts)
+                said, counts = rows.advance_by(made, [[None] * len(own) for own in made])
+                self._learn(drafted, made, counts, {*said.ended, *said.bad})
+                return
+            lost: tuple[int, ...] = ()
             if chosen.token_ids.min() < 0:
-                rows.collected(rows.launched(), chosen)
+                collected = rows.collected(rows.launched(), chosen)
+                told, lost = collected.tokens, collected.bad
             else:
-                rows.advance(chosen)
+                told = rows.advance(chosen)
+            if self._speculator is not None:
+                self._tell_drafters(told, lost, {})
 
         self.batches.postpone(rows, apply)
 
@@ -463,7 +521,8 @@ class Steps:
             self._send(m.DecodeStepDone(start, end, len(rows.handles), context, made.tokens, held=held))
             self._rows_lost(made.bad, faults)
             if self._speculator is not None:
-                self._tell_drafters(made.tokens, end - start, {})
+                self._share.add(0, end - start)
+                self._tell_drafters(made.tokens, made.bad, {})
         for message in over:
             self._send(message)
 
@@ -481,20 +540,22 @@ class Steps:
 
     def _rows_lost(self, handles: Iterable[int], faults: Mapping[int, str]) -> None:
         """Reports rows that a step has made no token for: their grammar failed, which `faults` say by handle, or their
-        logits were not finite."""
+        logits were not finite. Drafters are told of them with the step's tokens."""
         handles = tuple(handles)
         for handle in handles:
             if handle in faults:
-                self._rows_failed((handle,), GrammarFailed(faults[handle]))
+                self._rows_failed((handle,), GrammarFailed(faults[handle]), forget=False)
         if rest := [handle for handle in handles if handle not in faults]:
-            self._rows_failed(rest, NonFiniteLogits("logits are not finite"))
+            self._rows_failed(rest, NonFiniteLogits("logits are not finite"), forget=False)
 
-    def _rows_failed(self, handles: Iterable[int], error: Exception) -> None:
-        """Takes rows out of the batch; those that the step in flight has are reported when it is over."""
+    def _rows_failed(self, handles: Iterable[int], error: Exception, forget: bool = True) -> None:
+        """Takes rows out of the batch; those that the step in flight has are reported when it is over. Drafters
+        `forget` them at once."""
         text, code, free = f"decode step: {error}", _own_code(error), []
         for handle in handles:
             self.rows.leave(handle)
-            self._forget_drafts(handle)
+            if forget:
+                self._forget_drafts(handle)
             if self._holds.out(handle, m.RankError((handle,), text, code)):
                 free.append(handle)
         if free:
@@ -543,6 +604,23 @@ class Steps:
 def _faults(handles: Sequence[int], chosen: Chosen) -> dict[int, str]:
     """Says by handle why a row's grammar has no token."""
     return {handles[row]: token.fault for row, token in chosen.scored.items() if token.fault}
+
+
+def _scores_of(chosen: Chosen, firsts: Sequence[int], made: Sequence[Sequence[int]]) -> list[list[m.Logprobs | None]]:
+    """Returns the log-probabilities of each row's tokens, where they were asked for."""
+    return [
+        [logprobs(token) if (token := chosen.scored.get(first + at)) else None for at in range(len(own))]
+        for first, own in zip(firsts, made, strict=True)
+    ]
+
+
+def _faults_of(chosen: Chosen, drafted: DraftedRows) -> dict[int, str]:
+    """Says by handle why a row's grammar has no token behind its last one."""
+    return {
+        handle: token.fault
+        for handle, first in zip(drafted.handles, drafted.wide.firsts, strict=True)
+        if (token := chosen.scored.get(first)) is not None and token.fault
+    }
 
 
 def packed_scores(scores: TokenScores) -> m.PromptScores:

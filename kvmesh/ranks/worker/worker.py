@@ -54,6 +54,7 @@ from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import host_region
+from kvmesh.ranks.worker.weights_sources import WeightsLimits
 from kvmesh.ranks.worker.weights_worker import WeightsWorker
 from kvmesh.transfer import Notification, Range, TransferEngine
 from kvmesh.transfer.transports.registry import described
@@ -172,7 +173,9 @@ class Worker:
         )
         self._settings = f"{settings}; {memory.pages_use}" if memory.pages_use else settings
         self.profiler = StepProfiler(self.steps, self._runner, send)
-        self.weights = WeightsWorker(self._runner, self.engine, lambda: self.wants_step, send, between)
+        self.weights = WeightsWorker(
+            self._runner, self.engine, WeightsLimits(configure), lambda: self.wants_step, send, between
+        )
         self.sleep = SleepWorker(
             self._runner,
             memory,

@@ -561,6 +561,7 @@ class ModelCard(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
     CACHE_GROUPS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     """hex; names the weights, see kvmesh.kvcache.keys"""
@@ -570,6 +571,8 @@ class ModelCard(_message.Message):
     vocab_size: _builtins.int
     kv_bytes_per_token: _builtins.int
     weights_epoch: _builtins.int
+    weights_path: _builtins.str
+    """where the weights of weights_epoch came from, if others can read it, too: see WeightsSource"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -589,10 +592,11 @@ class ModelCard(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         weights_epoch: _builtins.int = ...,
         cache_groups: _abc.Iterable[Global___CacheGroup] | None = ...,
+        weights_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "cache_groups", b"cache_groups", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "max_context_tokens", b"max_context_tokens", "name", b"name", "vocab_size", b"vocab_size", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "cache_groups", b"cache_groups", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "max_context_tokens", b"max_context_tokens", "name", b"name", "vocab_size", b"vocab_size", "weights_epoch", b"weights_epoch", "weights_path", b"weights_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -769,7 +773,7 @@ class WeightsSource(_message.Message):
     SEGMENT_DESCRIPTOR_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """a folder of safetensors that every host of the ranks sees"""
+    """of safetensors: a folder that every host of the ranks sees, or s3://bucket/prefix"""
     segment_descriptor: _builtins.bytes
     """of a running trainer's transfer engine, with `tensors`"""
     @_builtins.property

@@ -9,11 +9,12 @@ from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
 from kvmesh.kvcache.tiers import MARK
 from kvmesh.membership.places import instance_of
 from kvmesh.pacing import MembershipLease, Pulse
-from kvmesh.services.conductor.domain import Life, ModelCard, Register
+from kvmesh.services.conductor.domain import Life, ModelCard, NewestWeights, Register
 from kvmesh.services.conductor.fleet.instance import Instance, ModelFits
 
 MAX_REPLACED = 4096
 MAX_INSTANCES = 16_384
+MAX_PATH = 4096
 MAX_TEXT = 256  # characters of a name, an address, a fingerprint
 
 _IDENTITY = ("fingerprint", "block_tokens", "dtype", "weights_epoch")  # of ModelCard.kv_identity
@@ -35,7 +36,7 @@ class Fleet:
         self._round: list[Instance] = []  # as `_instances`, as long as nobody comes or goes
         self._kin: dict[str, Counter[tuple[object, ...]]] = {}  # instances by model name and KV identity
         self.known_models: dict[str, None] = {}  # ever served here
-        self._newest: dict[tuple[str, str], int] = {}  # weights epoch that was ever told, by model name and fingerprint
+        self._newest: dict[tuple[str, str], NewestWeights] = {}  # ever told, by model name and fingerprint
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -90,7 +91,8 @@ class Fleet:
         self._round = []
         model = event.model
         fits = self._fits.setdefault((model.name, model.compute_identity), ModelFits())
-        self._newest[model.name, model.fingerprint] = max(self.newest_epoch(model), model.weights_epoch)
+        told = NewestWeights(model.weights_epoch, model.weights_path)
+        self._newest[model.name, model.fingerprint] = max(self.newest_weights(model), told)
         instance = self._instances[event.ref.instance_id] = Instance(
             event, slot, fits, MembershipLease(pulse), now, self._confidence
         )
@@ -116,15 +118,18 @@ class Fleet:
             if len(self._replaced) > MAX_REPLACED:
                 self._replaced.popitem(last=False)
 
-    def newest_epoch(self, model: ModelCard) -> int:
-        """Returns the newest weights epoch of this model that any instance has had."""
-        return self._newest.get((model.name, model.fingerprint), 0)
+    def newest_weights(self, model: ModelCard) -> NewestWeights:
+        """Returns the newest weights of this model that any instance has had."""
+        return self._newest.get((model.name, model.fingerprint), NewestWeights())
 
     def stale(self, instance: Instance) -> str:
         """Returns why an instance must get no work though it is ready: others have had newer weights than it has; ""
         where none have. One that starts anew has the weights of its checkpoint again."""
-        own, newest = instance.model.weights_epoch, self.newest_epoch(instance.model)
-        return f"has weights of epoch {own}, the model is at epoch {newest}: update them" if own < newest else ""
+        own, newest = instance.model.weights_epoch, self.newest_weights(instance.model)
+        if own >= newest.epoch:
+            return ""
+        mend = f"it is to fetch them from {newest.path}" if newest.path else "update them"
+        return f"has weights of epoch {own}, the model is at epoch {newest.epoch}: {mend}"
 
     def fade(self, now: float) -> None:
         """Lets the departures of instances fade up to `now`."""
@@ -203,5 +208,7 @@ def _invalid(event: Register) -> InvalidRequest | None:
         ("model.fingerprint", model.fingerprint),
         ("model.kv_dtype", model.kv_dtype),
     )
+    path = model.weights_path
+    wrong.append(("model.weights_path", path[:MAX_TEXT], f"is longer than {MAX_PATH} characters", len(path) > MAX_PATH))
     wrong += [(name, text, f"is longer than {MAX_TEXT} characters", len(text) > MAX_TEXT) for name, text in texts]
     return next((InvalidRequest.of(name, value, why) for name, value, why, bad in wrong if bad), None)
