@@ -65,6 +65,7 @@ class FittedChunkCost:
     ENOUGH = 16
     APART = 2.0  # times: the mean contexts of the chunks must lie so far apart
     MOST_OFF = 8.0  # times: pairs do not cost more, or less, than this of what the prior says
+    LEAST_STEP_TOKENS = 1.0  # a chunk costs as much as so many tokens more: else more and more chunks would seem free
 
     def __init__(self, prior: ChunkCost) -> None:
         self.cost = self._prior = prior
@@ -102,7 +103,8 @@ class FittedChunkCost:
             return self.cost
         token = max(token, pair / self.MOST_OFF)
         pair = min(max(pair, token / self.MOST_OFF), token * self.MOST_OFF)
-        return ChunkCost(token * self._prior.token, pair * self._prior.pair, step)
+        token *= self._prior.token
+        return ChunkCost(token, pair * self._prior.pair, max(step, self.LEAST_STEP_TOKENS * token))
 
 
 def _solved(rows: list[list[float]]) -> list[float] | None:

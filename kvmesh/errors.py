@@ -22,6 +22,7 @@
     ├── DeadlinePassed ............ DEADLINE_EXCEEDED    504
     ├── RequestCancelled .......... CANCELLED            499
     │   └── RequestAborted ........ CANCELLED            499   by an operator's or a trainer's pause, not by its client
+    ├── OrderLapsed ............... FAILED_PRECONDITION  409   an order's lease has ended at an instance
     ├── ProtocolMismatch .......... FAILED_PRECONDITION  412
     ├── NotLeader ................. FAILED_PRECONDITION  503   retryable: ask the master at `leader`, if it is known
     ├── StaleTerm ................. FAILED_PRECONDITION  409   an order of a master that leads no more
@@ -214,6 +215,14 @@ class NotLeader(KvmeshError):
 
 class StaleTerm(KvmeshError):
     code = "stale_term"
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class OrderLapsed(KvmeshError):
+    """The lease by which an order holds an instance has ended: it changes nothing there any more."""
+
+    code = "order_lapsed"
     grpc_status = "FAILED_PRECONDITION"
     http_status = 409
 

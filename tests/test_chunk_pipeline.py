@@ -121,6 +121,17 @@ def test_costs_of_chunks_are_learnt_from_what_they_took(
     assert learnt.of(5000, 6000) == pytest.approx(told.of(5000, 6000), rel=1e-2)
 
 
+def test_a_chunk_is_never_learnt_to_cost_nothing_by_itself() -> None:
+    """Else the best number of chunks would be as many as there may be."""
+    told, fitted, start = ChunkCost(1e-5, 1e-8), FittedChunkCost(ChunkCost(1.0, 0.001)), 0
+    for length in (*range(64, 4096, 64), *(256,) * 20):
+        fitted.add(length, length * (start + (length + 1) / 2), told.of(start, start + length))
+        start += length
+    assert fitted.cost.step == pytest.approx(fitted.cost.token, rel=1e-6)
+    assert fitted.cost.of(0, 512) == pytest.approx(told.of(0, 512), rel=1e-2)
+    assert best_chunks(fitted.cost.work(0, 8192), 4, fitted.cost.step) < 400
+
+
 def test_costs_are_the_priors_until_tokens_and_pairs_are_told_apart() -> None:
     prior = ChunkCost(3.0, 0.01)
     fitted = FittedChunkCost(prior)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import socket
@@ -25,6 +26,7 @@ from kvmesh.errors import ConfigError, FailedWeights, InternalError, InvalidRequ
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.grouped_memory import GroupedMemory, groups_of_model
 from kvmesh.instance.host_link import RankHostLink, ranks_at
+from kvmesh.instance.order_holds import HoldOutcome, OrderIdentity
 from kvmesh.instance.pausing import InstancePause, PausableHalf, PauseMode
 from kvmesh.instance.profiling import RankProfiles
 from kvmesh.instance.served_weights import LiveWeights, NewWeights, ServedWeights, WeightsTaken
@@ -32,6 +34,7 @@ from kvmesh.instance.servicer import add_instance
 from kvmesh.instance.sleeping import InstanceSleep, MemoryReleased, SleepLevel
 from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.grouped_store import GroupedStore
+from kvmesh.kvcache.keys import check_epoch
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
@@ -243,6 +246,7 @@ class Front:
         while True:
             for rank in self.ranks:
                 rank.ping()
+            self._follow_holds()
             if self.server is not None and not self._retired:
                 self.server.set_ready(self.ready, self.not_ready_reason)
             await asyncio.sleep(PING_INTERVAL_S)
@@ -357,8 +361,6 @@ class Front:
         """Why this instance should get no work now; "" when it should."""
         if self._live.torn:
             return self.unhealthy_reason or self._live.torn
-        if self._sleep.level:
-            return self.unhealthy_reason or f"{Paused.PREFIX}asleep at level {self._sleep.level.value}"
         return self.unhealthy_reason or (f"{Paused.PREFIX}{self._pause.reason}" if self._pause.reason else "")
 
     @property
@@ -477,18 +479,62 @@ class Front:
         self._pause = InstancePause(self.instance_id, halves)
         self._on_weights = on_weights
 
-    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
-        """Takes no requests until `resume`. Returns how many in flight were ended, once none is left. Raises
-        DeadlinePassed."""
+    def hold_order(self, order: OrderIdentity, lease_s: float) -> HoldOutcome:
+        """Begins an order of a conductor, or renews its lease. See `OrderHolds.hold`."""
+        return self._pause.holds.hold(order, lease_s, time.monotonic())
+
+    async def pause(
+        self,
+        mode: PauseMode,
+        reason: str,
+        deadline_s: float,
+        order: OrderIdentity | None = None,
+        for_s: float = math.inf,
+    ) -> int:
+        """Takes no requests as long as `order` runs; of none, until `resume` or for `for_s`. Returns how many in flight
+        were ended, once none is left. Raises as `InstancePause.pause` does."""
         try:
-            return await self._pause.pause(mode, reason, deadline_s)
+            return await self._pause.pause(mode, reason, deadline_s, order, for_s)
         finally:
             self.urge()
 
     def resume(self) -> int:
-        """Takes requests again; returns the epoch of the weights that they get. Raises Overloaded while an update
-        runs, FailedWeights while the weights are not whole."""
+        """Ends a pause by hand; returns the epoch of the weights that requests get. Raises Overloaded while an update
+        or an order runs, FailedWeights while the weights are not whole."""
         self._sleep.check_awake(self.instance_id)
+        self._check_whole()
+        self._pause.holds.resume(time.monotonic())
+        self._follow_holds()
+        return self._live.epoch
+
+    def end_order(
+        self,
+        order: OrderIdentity,
+        *,
+        result: bytes = b"",
+        needs_epoch: int = 0,
+        pause_s: float = 0.0,
+        ends_pause: bool = False,
+    ) -> int:
+        """Ends an order as `OrderHolds.end` does. Returns the epoch of the weights. With `ends_pause` it raises as
+        `resume` does; else an instance whose weights are not whole stays without work."""
+        check_epoch(needs_epoch, self._live.epoch, time.time_ns())
+        if ends_pause:
+            self._check_whole()
+        self._pause.holds.end(
+            order,
+            time.monotonic(),
+            result=result,
+            needs_epoch=needs_epoch,
+            pause_s=pause_s,
+            ends_pause=ends_pause,
+        )
+        self._follow_holds()
+        return self._live.epoch
+
+    def _check_whole(self) -> None:
+        """Raises Overloaded while the weights that its requests are computed with change, and FailedWeights while they
+        are not whole."""
         if any(other._live.changing for other in self._share_experts):
             raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
         if self._live.torn:
@@ -497,13 +543,22 @@ class Front:
             if other._live.torn or other._live.epoch != self._live.epoch:
                 why = f"{other.instance_id}, whose experts it shares, has other weights"
                 raise FailedWeights(f"{self.instance_id}: {why}: update all places first")
-        self._pause.resume()
-        self.urge()
-        return self._live.epoch
 
-    async def update_weights(self, new: NewWeights, deadline_s: float) -> WeightsTaken:
-        """Takes other weights while it is paused, and stays so. Raises as `LiveWeights.update` does, and InvalidRequest
-        while requests may be in flight."""
+    def _follow_holds(self) -> None:
+        """Goes on when nothing holds it any more, as when an order's lease has ended, and its weights are whole."""
+        try:
+            self._check_whole()
+        except KvmeshError:
+            return  # it is looked at again
+        if self._pause.follow_holds(self._live.epoch):
+            self.urge()
+
+    async def update_weights(
+        self, new: NewWeights, deadline_s: float, order: OrderIdentity | None = None
+    ) -> WeightsTaken:
+        """Takes other weights while it is paused, and stays so. Raises as `LiveWeights.update` does, InvalidRequest
+        while requests may be in flight, and as `OrderHolds.check` does."""
+        self._pause.holds.check(order, time.monotonic())
         if not all(front._pause.empty for front in self._share_experts):
             what = "the instance" if len(self._share_experts) == 1 else "all places of the instance"
             raise InvalidRequest(f"epoch: weights change while nothing runs: pause {what} first", field="epoch")
@@ -519,53 +574,54 @@ class Front:
             self._registrar.serve(self.card)
         return taken
 
-    async def sleep(self, level: SleepLevel, mode: PauseMode, reason: str, deadline_s: float) -> MemoryReleased:
-        """Pauses, unless it is paused, and gives the memory of pages and weights back until `wake`. Weights that were
-        kept may be dropped later; else it does nothing where it sleeps. Raises InvalidRequest for ranks that step with
-        those of other places, Overloaded while weights change, and as `pause` and `InstanceSleep.fall_asleep` do; then
-        it goes on if it was this that paused it."""
+    async def sleep(
+        self, level: SleepLevel, mode: PauseMode, reason: str, deadline_s: float, order: OrderIdentity | None = None
+    ) -> MemoryReleased:
+        """Takes no requests, and gives the memory of pages and weights back until `wake`. Weights that were kept may be
+        dropped later; else it does nothing where it sleeps. Raises InvalidRequest for ranks that step with those of
+        other places, Overloaded while weights change, and as `OrderHolds.check`, `pause` and
+        `InstanceSleep.fall_asleep` do; then it goes on, unless something else holds it."""
         if len(self._share_experts) > 1:
             text = f"{self.instance_id}: an instance whose experts lie over dp cannot sleep"
             raise InvalidRequest(text, field="level")
         until = time.monotonic() + deadline_s
         async with self._sleep.in_turn(until):
+            self._pause.holds.check(order, time.monotonic())
             if self._live.changing:
                 raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
             if self._sleep.level >= level:
                 return MemoryReleased(self._sleep.level)
-            pauses, ended = not self._pause.reason, 0
+            self._pause.sleeps = reason or "falling asleep"
             try:
-                if pauses or not self._pause.empty:
-                    ended = await self.pause(mode, reason or "going to sleep", until - time.monotonic())
+                ended = await self._pause.empty_out(mode, self._pause.sleeps, until - time.monotonic())
                 await self._pause.leave_pages(until)
                 pages, weights = await self._sleep.fall_asleep(level, until, self._pause.pages_moved)
-            except KvmeshError:
-                if pauses and not self._sleep.level:
-                    self._pause.resume()
-                raise
             finally:
-                self.urge()
-            self._sleep.resumes = self._sleep.resumes or pauses
+                self._follow_sleep()
         return MemoryReleased(self._sleep.level, pages, weights, ended)
 
-    async def wake(self, deadline_s: float, stay_paused: bool = False) -> int:
-        """Has pages and weights again, and goes on if it was `sleep` that paused it, unless it is to `stay_paused`.
-        Returns the epoch of its weights. Weights that were dropped are those of an update since, or the checkpoint's.
-        It does nothing where it is awake. Raises InvalidRequest where neither is there, Overloaded while weights
-        change, and as `InstanceSleep.wake` does; then it sleeps on."""
+    async def wake(self, deadline_s: float, order: OrderIdentity | None = None) -> int:
+        """Has pages and weights again, and goes on unless something else holds it. Returns the epoch of its weights.
+        Weights that were dropped are those of an update since, or the checkpoint's. It does nothing where it is awake.
+        Raises InvalidRequest where neither is there, Overloaded while weights change, and as `OrderHolds.check` and
+        `InstanceSleep.wake` do; then it sleeps on."""
         until = time.monotonic() + deadline_s
         async with self._sleep.in_turn(until):
+            self._pause.holds.check(order, time.monotonic())
             if self._sleep.level:
                 if self._live.changing:
                     raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
                 self._sleep.check_weights(self._live.epoch, self.config.weights_epoch)
                 await self._sleep.wake(until)
                 self._pause.pages_moved()
-            resumes, self._sleep.resumes = self._sleep.resumes, False
-        if resumes and not stay_paused:
-            return self.resume()
-        self.urge()
+            self._follow_sleep()
         return self._live.epoch
+
+    def _follow_sleep(self) -> None:
+        level = self._sleep.level
+        self._pause.sleeps = f"asleep at level {level.value}" if level else ""
+        self._follow_holds()
+        self.urge()
 
     @property
     def _share_experts(self) -> Sequence[Front]:

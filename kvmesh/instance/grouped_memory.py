@@ -43,6 +43,7 @@ class GroupedMemory:
                     field="model",
                 )
         first = readies[0]
+        # Of what the instance was started with: it names folders, which outlive updates. Keys name the epoch of now.
         epoch = f"+{config.weights_epoch}" if config.weights_epoch else ""
         self.groups = tuple(groups)
         self.family = ObjectFamily(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvmesh.errors import DeadlinePassed, KvmeshError, Paused, RequestAborted
+from kvmesh.instance.order_holds import OrderHolds, OrderIdentity
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +52,14 @@ class PausableHalf(Protocol):
 
 class InstancePause:
     """Pauses and resumes. `halves` are in the order in which they are emptied, decode before prefill: what decode has
-    taken needs its prompt computed. `reason` is "" unless it is paused."""
+    taken needs its prompt computed. `reason` is "" unless it is paused; `holds` say what keeps it so."""
 
     def __init__(self, instance_id: str, halves: Sequence[PausableHalf]) -> None:
         self._id = instance_id
         self._halves = halves
         self._resumes = 0
+        self.holds = OrderHolds()
+        self.sleeps = ""  # why a sleep holds it, whatever else does; "": none does
         self.reason = ""
 
     @property
@@ -62,10 +67,23 @@ class InstancePause:
         """Whether it is paused and no request is left."""
         return bool(self.reason) and all(half.empty for half in self._halves)
 
-    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
-        """Pauses; returns how many requests were ended, once none is left. Raises DeadlinePassed if some are: the
-        instance stays paused, and no new ones come."""
-        self.reason = reason or "by an operator"
+    async def pause(
+        self,
+        mode: PauseMode,
+        reason: str,
+        deadline_s: float,
+        order: OrderIdentity | None = None,
+        for_s: float = math.inf,
+    ) -> int:
+        """Pauses, for an order or by hand; returns how many requests were ended, once none is left. Raises
+        DeadlinePassed if some are: the instance stays paused, and no new ones come. Raises as `OrderHolds.check`
+        does."""
+        self.holds.pause(order, reason or "by an operator", time.monotonic(), for_s)
+        return await self.empty_out(mode, reason or "by an operator", deadline_s)
+
+    async def empty_out(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
+        """Takes no new requests and deals with those in flight, as `pause` does; the caller has said what holds it."""
+        self.reason = reason
         error = Paused(f"{Paused.PREFIX}{self.reason}", retry_after_ms=100)
         loop, resumes, ended = asyncio.get_running_loop(), self._resumes, 0
         until = loop.time() + deadline_s
@@ -100,10 +118,16 @@ class InstancePause:
         for half in self._halves:
             half.pages_moved()
 
-    def resume(self) -> None:
-        """Takes requests again."""
-        self._resumes += 1
-        self.reason = ""
+    def follow_holds(self, epoch: int) -> bool:
+        """Takes requests again where nothing holds the instance any more, and refuses new ones where something does;
+        its weights are whole, and of this epoch. Returns whether it does the other now."""
+        why, was = self.sleeps or self.holds.why_paused(epoch, time.monotonic()), self.reason
+        self.reason = why
+        if bool(why) == bool(was):
+            return False
+        self._resumes += not why
+        error = Paused(f"{Paused.PREFIX}{why}", retry_after_ms=100) if why else None
         for half in self._halves:
-            half.refuse(None)
-        log.info("resumed")
+            half.refuse(error)
+        log.info("takes no requests: %s", why) if why else log.info("resumed")
+        return True

@@ -43,6 +43,7 @@ SERVICE = "kvmesh.v1.RankHost"
 STOP_GRACE_S = 0.5
 REAP_S = 2.0
 MOST_THREADS = 1024
+MOST_SILENCE_MS = 3_600_000  # a front that says nothing for an hour does not hold processes any longer
 RETRY_AFTER_MS = 1_000
 HELD_BYTES = 4 << 20  # read from a rank and not taken by its front: then it is not read any further
 ENDS_KEPT, NAME_KEPT = 16, 256
@@ -391,8 +392,8 @@ class RankHostServicer(ranks_pb2_grpc.RankHostServicer):
             raise InvalidRequest.of("ranks", ranks[:20], f"1 to {self._config.max_ranks} different ranks (max_ranks)")
         if not 1 <= hello.threads <= MOST_THREADS:
             raise InvalidRequest.of("threads", hello.threads, f"in 1..{MOST_THREADS}")
-        if not hello.silence_ms:
-            raise InvalidRequest.of("silence_ms", hello.silence_ms, "at least 1")
+        if not 1 <= hello.silence_ms <= MOST_SILENCE_MS:
+            raise InvalidRequest.of("silence_ms", hello.silence_ms, f"in 1..{MOST_SILENCE_MS}")
 
 
 def prepared(config: RanksConfig, front: str, configure: m.Configure) -> m.Configure:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvmesh.errors import FixedRole, InvalidRequest, Unavailable, UnknownInstance
+from kvmesh.instance.order_holds import (
+    LEAST_LEASE_MS,
+    MAX_RESULT,
+    MOST_LEASE_MS,
+    MOST_PAUSE_MS,
+    HoldOutcome,
+    OrderIdentity,
+)
 from kvmesh.instance.pausing import PauseMode
 from kvmesh.instance.profiling import RankProfiles, on_wire
 from kvmesh.instance.served_weights import NewWeights, ServedWeights, WeightsTaken
@@ -46,15 +55,25 @@ class Switchable(Protocol):
     @property
     def weights(self) -> ServedWeights: ...
 
-    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int: ...
+    def hold_order(self, order: OrderIdentity, lease_s: float) -> HoldOutcome: ...
+
+    async def pause(
+        self, mode: PauseMode, reason: str, deadline_s: float, order: OrderIdentity | None, for_s: float
+    ) -> int: ...
 
     def resume(self) -> int: ...
 
-    async def update_weights(self, new: NewWeights, deadline_s: float) -> WeightsTaken: ...
+    def end_order(
+        self, order: OrderIdentity, *, result: bytes, needs_epoch: int, pause_s: float, ends_pause: bool
+    ) -> int: ...
 
-    async def sleep(self, level: SleepLevel, mode: PauseMode, reason: str, deadline_s: float) -> MemoryReleased: ...
+    async def update_weights(self, new: NewWeights, deadline_s: float, order: OrderIdentity | None) -> WeightsTaken: ...
 
-    async def wake(self, deadline_s: float, stay_paused: bool = False) -> int: ...
+    async def sleep(
+        self, level: SleepLevel, mode: PauseMode, reason: str, deadline_s: float, order: OrderIdentity | None = None
+    ) -> MemoryReleased: ...
+
+    async def wake(self, deadline_s: float, order: OrderIdentity | None = None) -> int: ...
 
 
 class InstanceServicer(instance_pb2_grpc.InstanceServicer):
@@ -91,28 +110,58 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         answers = await self._front.profiles.profile(ref.instance_id, request.steps, request.deadline_ms)
         return instance_pb2.ProfileResponse(instance=ref, role=self._front.role, ranks=map(on_wire, answers))
 
+    async def HoldOrder(  # noqa: N802
+        self, request: instance_pb2.HoldOrderRequest, context: Any
+    ) -> instance_pb2.HoldOrderResponse:
+        """Raises UnknownInstance, or InvalidRequest."""
+        ref = self._ref(request.incarnation)
+        order = OrderIdentity(request.order.id, request.order.conductor)
+        if not LEAST_LEASE_MS <= request.lease_ms <= MOST_LEASE_MS:
+            raise InvalidRequest.of("lease_ms", request.lease_ms, f"in {LEAST_LEASE_MS}..{MOST_LEASE_MS}")
+        held = self._front.hold_order(order, request.lease_ms / 1000)
+        answer = instance_pb2.HoldOrderResponse(instance=ref, result=held.result, seen=held.seen)
+        if held.other is not None:
+            answer.held_by.id, answer.held_by.conductor = held.other.id, held.other.conductor
+            answer.wait_ms = max(1, int(held.left_s * 1000))
+        return answer
+
     async def Pause(self, request: instance_pb2.PauseRequest, context: Any) -> instance_pb2.PauseResponse:  # noqa: N802
-        """Raises UnknownInstance, InvalidRequest or DeadlinePassed (see the proto)."""
+        """Raises UnknownInstance, InvalidRequest, DeadlinePassed, Overloaded or OrderLapsed (see the proto)."""
         ref = self._ref(request.incarnation)
         mode, left_s = pause_mode(request.mode), deadline_s(request.deadline_ms, PAUSE_MS)
-        ended = await self._orders.carry_out(self._front.pause(mode, request.reason[:MAX_REASON], left_s))
-        return instance_pb2.PauseResponse(instance=ref, ended=ended)
+        pause = self._front.pause(mode, request.reason[:MAX_REASON], left_s, order_of(request), pause_s(request.for_ms))
+        return instance_pb2.PauseResponse(instance=ref, ended=await self._orders.carry_out(pause))
 
     async def Resume(  # noqa: N802
         self, request: instance_pb2.ResumeRequest, context: Any
     ) -> instance_pb2.ResumeResponse:
-        """Raises UnknownInstance, or FailedWeights while the weights are not whole."""
-        ref = self._ref(request.incarnation)
-        return instance_pb2.ResumeResponse(instance=ref, weights_epoch=self._front.resume())
+        """Raises UnknownInstance, InvalidRequest, Overloaded while another order runs, or FailedWeights where a pause
+        by hand ends and the weights are not whole."""
+        ref, order = self._ref(request.incarnation), order_of(request)
+        if order is None:
+            return instance_pb2.ResumeResponse(instance=ref, weights_epoch=self._front.resume())
+        if len(request.result) > MAX_RESULT:
+            raise InvalidRequest.of("result", f"{len(request.result)} bytes", f"at most {MAX_RESULT}")
+        epoch = self._front.end_order(
+            order,
+            result=request.result,
+            needs_epoch=request.needs_epoch,
+            pause_s=pause_s(request.for_ms) if request.keep_paused else 0.0,
+            ends_pause=request.ends_pause,
+        )
+        return instance_pb2.ResumeResponse(instance=ref, weights_epoch=epoch)
 
     async def UpdateWeights(  # noqa: N802
         self, request: instance_pb2.UpdateWeightsRequest, context: Any
     ) -> instance_pb2.UpdateWeightsResponse:
-        """Raises UnknownInstance, and as Front.update_weights does."""
-        ref = self._ref(request.incarnation)
+        """Raises UnknownInstance, and as Front.update_weights does. One order's update is carried out once: another
+        conductor that goes on with the order gets the first answer."""
+        ref, order = self._ref(request.incarnation), order_of(request)
         new = new_weights(request.weights_epoch, request.source)
         left_s = deadline_s(request.deadline_ms, UPDATE_MS)
-        taken = await self._orders.carry_out(self._front.update_weights(new, left_s))
+        update = self._front.update_weights(new, left_s, order)
+        order_id = order.id if order is not None else ""
+        taken = await self._orders.carry_out(update, order_id, f"weights of epoch {new.epoch}")
         return instance_pb2.UpdateWeightsResponse(
             taken=pb.WeightsTaken(
                 instance=ref,
@@ -128,7 +177,8 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         ref = self._ref(request.incarnation)
         level, mode = SleepLevel.told(request.level), pause_mode(request.mode)
         left_s = deadline_s(request.deadline_ms, PAUSE_MS)
-        given = await self._orders.carry_out(self._front.sleep(level, mode, request.reason[:MAX_REASON], left_s))
+        sleep = self._front.sleep(level, mode, request.reason[:MAX_REASON], left_s, order_of(request))
+        given = await self._orders.carry_out(sleep)
         return instance_pb2.SleepResponse(
             released=pb.MemoryReleased(
                 instance=ref,
@@ -143,7 +193,7 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         """Raises UnknownInstance, and as Front.wake does."""
         ref = self._ref(request.incarnation)
         left_s = deadline_s(request.deadline_ms, UPDATE_MS)
-        epoch = await self._orders.carry_out(self._front.wake(left_s, request.stay_paused))
+        epoch = await self._orders.carry_out(self._front.wake(left_s, order_of(request)))
         return instance_pb2.WakeResponse(instance=ref, weights_epoch=epoch)
 
     def _ref(self, incarnation: int) -> pb.InstanceRef:
@@ -159,6 +209,24 @@ def pause_mode(mode: pb.PauseMode.ValueType) -> PauseMode:
     if mode not in PAUSE_MODES:
         raise InvalidRequest.of("mode", mode, "keep, abort or finish")
     return PAUSE_MODES[mode]
+
+
+def order_of(
+    request: instance_pb2.PauseRequest
+    | instance_pb2.ResumeRequest
+    | instance_pb2.UpdateWeightsRequest
+    | instance_pb2.SleepRequest
+    | instance_pb2.WakeRequest,
+) -> OrderIdentity | None:
+    """Returns the order to which a call belongs; None: it is given by hand. Raises InvalidRequest."""
+    return OrderIdentity(request.order.id, request.order.conductor) if request.HasField("order") else None
+
+
+def pause_s(told_ms: int) -> float:
+    """Returns for how long a pause by hand lasts. Raises InvalidRequest for too long a time."""
+    if told_ms > MOST_PAUSE_MS:
+        raise InvalidRequest.of("for_ms", told_ms, f"at most {MOST_PAUSE_MS}, seven days; 0: until it is resumed")
+    return told_ms / 1000 if told_ms else math.inf
 
 
 def deadline_s(told_ms: int, default_ms: int) -> float:

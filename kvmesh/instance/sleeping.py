@@ -59,7 +59,6 @@ class InstanceSleep:
         self._ranks = ranks
         self.level = SleepLevel.AWAKE
         self.dropped = False  # whether weights have to be read or updated before anything is computed
-        self.resumes = False  # whether it was a sleep that paused
         self.turn = asyncio.Lock()
         self._tickets = 0
         self._waiting: asyncio.Future[None] | None = None

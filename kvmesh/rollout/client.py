@@ -176,10 +176,10 @@ class RolloutClient:
         group.seconds = time.monotonic() - start
         return group
 
-    async def pause(self, mode: str = "keep", timeout_s: float = 60.0) -> int:
-        """Pauses the model: no new tokens until `resume`. Requests in flight go on then ("keep"), end now ("abort"), or
-        end before the pause begins ("finish"). Returns how many did not finish."""
-        return int((await self._order("pause", {"mode": mode}, timeout_s))["ended"])
+    async def pause(self, mode: str = "keep", timeout_s: float = 60.0, for_s: float | None = None) -> int:
+        """Pauses the model: no new tokens until `resume`, or for `for_s` where that is told. Requests in flight go on
+        then ("keep"), end now ("abort"), or end before the pause begins ("finish"). Returns how many did not finish."""
+        return int((await self._order("pause", {"mode": mode, "for_s": for_s}, timeout_s))["ended"])
 
     async def resume(self) -> int:
         """Lets the model go on. Returns the epoch of its weights."""
@@ -216,7 +216,7 @@ class RolloutClient:
         return MemoryGivenBack(told["ended"], tuple(told["instances"]))
 
     async def wake(self, timeout_s: float = 600.0) -> int:
-        """Has pages and weights again, and lets the model go on, unless it was paused before it slept. Weights that
+        """Has pages and weights again, and lets the model go on, unless it is paused by hand. Weights that
         were dropped are those of an update since, else the checkpoint's. Returns the epoch of its weights."""
         return int((await self._order("wake", {}, timeout_s))["weights_epoch"])
 

@@ -218,6 +218,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "UpdateWeights": _may(_C, _O),
         "Sleep": _may(_C, _O),
         "Wake": _may(_C, _O),
+        "HoldOrder": _may(_C, _O),
     },
     "kvmesh.v1.RankHost": {
         "Run": _may(_I, claim="hello.instance.instance_id"),

@@ -120,7 +120,7 @@ class Brains:
                 for new, cached in PROFILED_PREFILLS
             )
         if self._config.profiled and role.decodes:
-            rows = tuple(DecodeSample(n, tokens, times.decode_s(n, tokens)) for n, tokens in PROFILED_ROWS)
+            rows = tuple(DecodeSample(n, tokens, node.spec.token_s(n, tokens)) for n, tokens in PROFILED_ROWS)
         self.beat(node, load, prefills=prefills, rows=rows)
 
     def beat(

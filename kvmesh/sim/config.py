@@ -158,6 +158,8 @@ class SimConfig:
             raise _bad("heartbeat_s", self.heartbeat_s, f"below conductor.lease_s={self.conductor.lease_s}")
         if self.host is not None and any(spec.pipeline is not None or spec.slots > 1 for spec in self._specs):
             raise _bad("host", self.host, "None where an instance has a pipeline or several slots")
+        if self.host is not None and any(spec.speculation is not None for spec in self._specs):
+            raise _bad("host", self.host, "None where rows have drafts")
         wanted = ("prefill", "decode") if self.mode is MeshMode.DISAGGREGATED else ("coupled",)
         for name in wanted:
             if not getattr(self, name):

@@ -7,7 +7,10 @@ first come, first served, and begin when all of their pages are free.
 *Prefill first*: whenever prompts can begin, a step computes as many whole ones as `batch_tokens` hold (one at least),
 and the rows stand still. *Chunked*: every step makes a token of each row and computes as many prompt tokens as the rest
 of `chunk_tokens` holds. When pages run out, the request that came last gives its own back, and is computed anew from
-its first token to its last."""
+its first token to its last.
+
+Copies of dp keep step with the fullest of them, and each computes the chunks of its own prompts, beside its own rows;
+pages are counted together."""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.services.decode import rules
 from kvmesh.sim.config import MeshMode, Routing, SimConfig
-from kvmesh.sim.hardware.times import NodeSpec
+from kvmesh.sim.drafted_rows import DraftedRows
+from kvmesh.sim.hardware.times import NodeSpec, Pieces
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.report.records import DONE, FAILED, MeshSample, PoolSample, Record
 from kvmesh.sim.rows import Row, Rows
@@ -33,7 +37,7 @@ NO_STEPS = np.zeros(0)
 class CoupledRow(Row):
     """One request. `total`: tokens whose KV it needs before its next token, `computed` of them are there."""
 
-    __slots__ = ("cached", "computed", "order", "own", "record", "request", "total")
+    __slots__ = ("cached", "computed", "order", "own", "record", "request", "slot", "total")
 
     def __init__(self, number: int, request: SimRequest, record: Record) -> None:
         super().__init__(request.input_tokens, record.output_tokens, record.at_s)
@@ -42,6 +46,7 @@ class CoupledRow(Row):
         self.record = record
         self.total = request.input_tokens
         self.computed = 0
+        self.slot = 0  # the copy of dp that it is a row of
         self.own: list[int] = []  # its pages when it joined: those that it has grown by are counted alone
 
 
@@ -63,7 +68,13 @@ class Coupled:
         self.cache = PrefixCache(self.pool)
         self.caches = config.prefix_cache
         self.live = 0
-        self.rows = Rows(loop, spec.times.decode_s, self._rows_over, self._block)
+        self._slots = spec.slots
+        self.rows: Rows | DraftedRows
+        if spec.speculation is None:
+            self.rows = Rows(loop, self._decode_s, self._rows_over, self._block)
+        else:
+            seed = f"{config.seed}:{name}"
+            self.rows = DraftedRows(loop, self._step_s, self._rows_over, self._block, spec.speculation, seed)
         self._chunked = config.mode is MeshMode.COUPLED_CHUNKED
         self._budget = config.chunk_tokens if self._chunked else config.batch_tokens
         self._limits = config.limits
@@ -142,22 +153,55 @@ class Coupled:
 
     def _plan(self) -> list[tuple[CoupledRow, int]]:
         """Plans which rows compute how many tokens in the next step, first come, first served."""
-        room = self._budget - (len(self.rows) if self._chunked else 0)
+        rooms = [self._budget] * self._slots  # each copy of dp has a budget of its own
+        if self._chunked:
+            for row in self.rows.rows:
+                assert isinstance(row, CoupledRow)
+                rooms[row.slot] -= 1
         pieces: list[tuple[CoupledRow, int]] = []
+        begun = set[int]()
         for guest in self._prefilling:
-            rest = guest.total - guest.computed
-            if room <= 0 or (not self._chunked and pieces and rest > room):
-                break
+            rest, room = guest.total - guest.computed, rooms[guest.slot]
+            if room <= 0 or (not self._chunked and guest.slot in begun and rest > room):
+                if self._slots == 1:
+                    break
+                rooms[guest.slot] = 0  # those behind it at its copy wait, too
+                continue
             tokens = min(rest, room) if self._chunked else rest
             pieces.append((guest, tokens))
-            room -= tokens
+            begun.add(guest.slot)
+            rooms[guest.slot] -= tokens
         return pieces
+
+    def _decode_s(self, batch: int, context_tokens: float) -> float:
+        return self._step_s(batch, context_tokens, 1.0)
+
+    def _step_s(self, batch: int, context_tokens: float, queries: float, pieces: Pieces = ()) -> float:
+        """Returns the seconds of a step whose copies of dp keep step with the fullest of them."""
+        if self._slots > 1 and batch:
+            counts, contexts = [0] * self._slots, [0] * self._slots
+            for row in self.rows.rows:
+                assert isinstance(row, CoupledRow)
+                counts[row.slot] += 1
+                contexts[row.slot] += self.rows.now_of(row)
+            batch = max(batch, max(counts) * self._slots)
+            context_tokens *= max(contexts) * self._slots / max(1, sum(contexts))
+        if (speculation := self.spec.speculation) is not None:
+            return speculation.times.drafted_s(pieces, batch, context_tokens, queries)
+        times = self.spec.times
+        return times.mixed_s(pieces, batch, context_tokens) if pieces else times.decode_s(batch, context_tokens)
 
     def _compute(self) -> None:
         times, rows = self.spec.times, self.rows
         shapes = [(tokens, guest.computed) for guest, tokens in self._pieces]
         mixed = self._chunked and len(rows) > 0
-        seconds = times.mixed_s(shapes, len(rows), rows.context) if mixed else times.prefill_s(shapes)
+        if not mixed:
+            seconds = times.prefill_s(shapes)
+        elif isinstance(rows, DraftedRows):
+            seconds = rows.run_beside(lambda queries: self._step_s(len(rows), rows.context, queries, shapes))
+        else:
+            seconds = self._step_s(len(rows), rows.context, 1.0, shapes)
+            rows.run_one(seconds)
         whole = sum(tokens for _, tokens in self._pieces) + (len(rows) if mixed else 0)
         now = self._loop.now
         for guest, tokens in self._pieces:
@@ -165,9 +209,7 @@ class Coupled:
             if guest.record.prefill_start_s != guest.record.prefill_start_s:
                 guest.record.prefill_start_s = now
                 guest.record.queue_s = now - guest.record.at_s
-        if mixed:
-            rows.run_one(seconds)
-        else:
+        if not mixed:
             self._loop.after(seconds, lambda: self._stalled(seconds))
 
     def _stalled(self, seconds: float) -> None:
@@ -212,8 +254,10 @@ class Coupled:
     def _admit(self) -> None:
         """Prompts get all of their pages, in order, while there are any."""
         reserve = self.rows.growth(1)  # what the rows that run take before their next step
-        budget = self._budget - sum(g.total - g.computed for g in self._prefilling)
-        while self._waiting and budget > 0 and rules.has_seat(self.running, self._limits):
+        budgets = [self._budget] * self._slots
+        for guest in self._prefilling:
+            budgets[guest.slot] -= guest.total - guest.computed
+        while self._waiting and max(budgets) > 0 and rules.has_seat(self.running, self._limits):
             guest = self._waiting[0]
             # The last token is always computed: it gives the next one.
             usable = guest.request.keys[: (guest.total - 1) // self._block] if self.caches else ()
@@ -228,8 +272,19 @@ class Coupled:
             guest.computed = len(found) * self._block
             if guest.record.first_token_s != guest.record.first_token_s:
                 guest.record.cached_tokens = guest.computed
+            guest.slot = self._emptiest([slot for slot, budget in enumerate(budgets) if budget > 0])
             self._prefilling.append(guest)
-            budget -= guest.total - guest.computed
+            budgets[guest.slot] -= guest.total - guest.computed
+
+    def _emptiest(self, slots: list[int]) -> int:
+        """Returns that of these copies of dp which has, or will have, the fewest tokens."""
+        if self._slots == 1:
+            return 0
+        tokens = [0] * self._slots
+        for row in (*self._prefilling, *self.rows.rows):
+            assert isinstance(row, CoupledRow)
+            tokens[row.slot] += self.rows.now_of(row) if row in self.rows.rows else row.total
+        return min(slots, key=tokens.__getitem__)
 
     def _room(self) -> int:
         """For how many steps the rows have pages, at most until the first is over; whoever has to make room does."""

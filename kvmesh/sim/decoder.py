@@ -21,6 +21,7 @@ from kvmesh.services.conductor.settings import Mode
 from kvmesh.services.decode import rules
 from kvmesh.services.decode.step_times import StepTimes
 from kvmesh.sim.config import SimConfig
+from kvmesh.sim.drafted_rows import DraftedRows
 from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
@@ -83,8 +84,21 @@ class Decoder:
         self._slots = node.spec.slots
         self._slot_pages = self.pages // self._slots
         self._fullest = 1, 1.0  # rows of the slot that has the most, and its share of all contexts times the slots
-        step_s = node.spec.times.decode_s if self._slots == 1 else self._lockstep_s
-        self.rows = Rows(loop, step_s, self._border, self._block, node.clock, self.step_times)
+        self.rows: Rows | DraftedRows
+        if (speculation := node.spec.speculation) is not None:
+            self.rows = DraftedRows(
+                loop,
+                self._drafted_s,
+                self._border,
+                self._block,
+                speculation,
+                f"{config.seed}:{node.name}",
+                node.clock,
+                self.step_times,
+            )
+        else:
+            step_s = node.spec.times.decode_s if self._slots == 1 else self._lockstep_s
+            self.rows = Rows(loop, step_s, self._border, self._block, node.clock, self.step_times)
         self._joining: list[_Seat] = []  # have their pages, and wait for the next border
         self._unwanted: list[_Seat] = []  # leave the batch at the next border
         self._woken = False
@@ -218,7 +232,7 @@ class Decoder:
         sample = self.rows.sample()
         context = sample[1] if sample is not None else self.rows.context
         context += life.tokens + sum(seat.context for seat in here)
-        seconds = self.node.spec.times.decode_s(len(self.rows) + len(here) + 1, context)
+        seconds = self.node.spec.token_s(len(self.rows) + len(here) + 1, context)
         return seconds > (life.request.tbt_slo_s or self._tbt_slo_s)
 
     # ── grants ───────────────────────────────────────────────────────────────────────────────────
@@ -323,6 +337,7 @@ class Decoder:
             self.rows.add(seat)
         steps = self._room()
         if steps and self.node.machine is not None:
+            assert isinstance(self.rows, Rows)  # `SimConfig` refuses a shared host where rows have drafts
             self.rows.run_shared(self.node.machine.decode)
         elif steps:
             self.rows.run(steps)
@@ -409,6 +424,13 @@ class Decoder:
         """Returns the seconds of a step whose slots keep step with the fullest of them: the others have dummy rows."""
         most, share = self._fullest
         return self.node.spec.times.decode_s(max(batch, most * self._slots), context_tokens * share)
+
+    def _drafted_s(self, batch: int, context_tokens: float, queries: float) -> float:
+        """Returns the same where rows have so many queries each."""
+        speculation = self.node.spec.speculation
+        assert speculation is not None
+        most, share = self._fullest if self._slots > 1 else (0, 1.0)
+        return speculation.times.drafted_s((), max(batch, most * self._slots), context_tokens * share, queries)
 
     def _preempt(self, slot: int | None = None) -> bool:
         seats = [row for row in self.rows.rows if isinstance(row, _Seat) and slot in (None, row.slot)]

@@ -54,6 +54,13 @@ class Row:
         slowest = np.partition(found, -count)[-count:]
         return float(np.add.reduce(slowest)) / count, float(np.add.reduce(found)) / len(found)
 
+    def take(self, now: float, tokens: int) -> None:
+        """Notes so many tokens of one step that has ended now (drafted_rows.py)."""
+        self._gaps += [now - self.last_s, *[0.0] * (tokens - 1)]
+        self.last_s = now
+        self.context += tokens
+        self.left -= tokens
+
     def leave(self, gap: float, steps: _Array) -> None:
         """It saw these: the first token came after `gap`, the others as `steps` took."""
         self._gaps.append(gap)

@@ -74,7 +74,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._peers = peers
         self._queue = queue or CallQueue(1024, "max_schedules")
         self.grpc_calls = 0  # Register, Heartbeat and Schedule so far
-        self.control = ModelControl(lambda: state.instances)
+        self.control = ModelControl(lambda: state.instances, state.weights_ordered)
         self._gauges = ScaleGauges()
         self._errors = PresentSeries(names.CONDUCTOR_PREDICTION_ERROR)
         self._idle = PresentSeries(names.CONDUCTOR_IDLE)

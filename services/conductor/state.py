@@ -106,6 +106,10 @@ class ConductorState:
         instance = self._fleet.named(instance_id)
         return instance.model.weights_epoch if instance is not None else 0
 
+    def weights_ordered(self, name: str, fingerprint: str, weights: NewestWeights) -> None:
+        """Takes it that an order has given a model these weights: instances with older ones get no work."""
+        self._fleet.weights_ordered(name, fingerprint, weights)
+
     def views(self, now: float, among: Iterable[Instance] | None = None) -> list[InstanceView]:
         """Returns what GetStatus shows of all instances, or of those `among` the given ones that are still known."""
         known = self._fleet if among is None else (i for i in among if self._is_known(i))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -145,13 +146,16 @@ class Conductor:
 
     async def order(self, method: str, request: Any, timeout_s: float) -> Any:
         """Gives an operator's or a trainer's order to the first conductor that can be reached; its answer may come a
-        moment after `timeout_s`, which is the order's own deadline. Raises named errors."""
+        moment after `timeout_s`, which is the order's own deadline. One whose answer is lost is repeated at the next
+        conductor with the same id: it is carried out once. Raises named errors."""
         failure: KvmeshError | None = None
+        if not getattr(request, "order_id", "told"):
+            request.order_id = secrets.token_hex(16)
         for one in self._order:
             try:
                 return await one.call(method, request, timeout_s + ORDER_GRACE_S)
             except KvmeshError as err:
-                if not isinstance(err, _UNREACHABLE):
+                if not isinstance(err, (*_UNREACHABLE, RequestCancelled)):
                     raise
                 failure = failure or self._named(err, one)
         assert failure is not None, "there is a conductor"

@@ -10,8 +10,9 @@ from kvmesh.errors import InvalidRequest, Overloaded
 
 INTERVAL_S = 0.5
 LEASE_S = 3.0
-KEPT_S = 15.0  # for an instance that has been given hosts: until their own words say that its ranks run there
+KEPT_S = 8.0  # for an instance that has been given hosts: until their own words say that its ranks run there
 MAX_HOSTS = 1024
+MAX_KEPT = 32  # instances for which hosts are kept at once
 MAX_TOLD = 16  # hosts whose lacks are told
 RETRY_AFTER_MS = 1_000
 
@@ -104,6 +105,8 @@ class RankHosts:
         able = sorted((host for host in every if not fits[host.name]), key=lambda one: one.ranks)
         if len(able) < asked.hosts:
             return [], self._why_not(asked, every, fits, len(able))
+        if len(self._kept) >= MAX_KEPT:
+            return [], f"hosts are kept for {MAX_KEPT} other instances whose ranks have not come yet"
         chosen = able[: asked.hosts]
         self._kept[asked.name] = _Kept(asked.incarnation, tuple(host.name for host in chosen), now + KEPT_S)
         return [host.address for host in chosen], ""
@@ -139,4 +142,11 @@ class RankHosts:
 
     def _forget(self, now: float) -> None:
         self._hosts = {name: one for name, one in self._hosts.items() if one[1] > now}
-        self._kept = {name: one for name, one in self._kept.items() if one.until > now}
+        self._kept = {
+            name: one for name, one in self._kept.items() if one.until > now and not self._have_come(name, one)
+        }
+
+    def _have_come(self, name: str, kept: _Kept) -> bool:
+        """Whether all hosts say themselves that ranks of this instance run there: nothing is kept any longer."""
+        known = [self._hosts[host][0] for host in kept.hosts if host in self._hosts]
+        return len(known) == len(kept.hosts) and all(name in dict(host.used) for host in known)

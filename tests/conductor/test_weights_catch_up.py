@@ -52,20 +52,33 @@ def test_places_of_one_instance_are_one_order_and_a_trainers_memory_is_none() ->
     assert [one.ref.instance_id for one in order.members] == ["a", "a.dp1"]
 
 
-def test_conductors_learn_the_newest_weights_from_whoever_has_them() -> None:
+def test_conductors_believe_orders_and_what_half_of_the_instances_say() -> None:
     brain = Brain()
     brain.pair()
-    assert not list(brain.state.newest_weights())
-    brain.add("d2", Role.DECODE, model=card(weights_epoch=7, weights_path="/steps/7"))
+    brain.add("d2", Role.DECODE, model=card(weights_epoch=9, weights_path="/made-up"))
+    brain.beat_all()
+    assert not list(brain.state.newest_weights()), "one instance alone takes nobody's work, and names no folder"
+    brain.state.weights_ordered("demo", "f1", NEWEST)
     brain.beat_all()
     told = {one.ref.instance_id: newest for one, newest in brain.state.newest_weights()}
     assert set(told.values()) == {NEWEST} and len(told) == 3
-    old = next(i.ref.instance_id for i in brain.state.instances if not i.model.weights_epoch)
-    assert "it is to fetch them from /steps/7" in brain.view(old).not_ready_reason
-    brain.add("d3", Role.DECODE, model=card(weights_epoch=8))
+    assert "it is to fetch them from /steps/7" in brain.view("d0").not_ready_reason
+    brain.add("p2", Role.PREFILL, model=card(weights_epoch=9))
     brain.beat_all()
-    assert {newest for _, newest in brain.state.newest_weights()} == {NewestWeights(8)}
-    assert brain.view(old).not_ready_reason.endswith("at epoch 8: update them")
+    assert {newest for _, newest in brain.state.newest_weights()} == {NewestWeights(9)}
+    assert brain.view("d0").not_ready_reason.endswith("at epoch 9: update them")
+
+
+def test_what_is_known_of_a_models_weights_goes_with_its_last_instance() -> None:
+    brain = Brain()
+    brain.add("a", Role.BOTH)
+    brain.state.weights_ordered("demo", "f1", NEWEST)
+    brain.beat_all()
+    assert "the model is at epoch 7" in brain.view("a").not_ready_reason
+    fleet = brain.state._fleet
+    for instance in list(fleet):
+        fleet.remove(instance)
+    assert not fleet._newest and not fleet._ordered and not fleet._weights
 
 
 class Front:
@@ -79,7 +92,7 @@ class Front:
         self.reason = ""
         self.calls: list[str] = []
 
-    async def pause(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
+    async def pause(self, mode: PauseMode, reason: str, deadline_s: float, *_: Any) -> int:
         self.reason = reason
         self.calls.append("pause")
         return 0
@@ -89,7 +102,7 @@ class Front:
         self.calls.append("resume")
         return self.weights.epoch
 
-    async def update_weights(self, new: NewWeights, deadline_s: float) -> WeightsTaken:
+    async def update_weights(self, new: NewWeights, deadline_s: float, *_: Any) -> WeightsTaken:
         self.calls.append(f"{new.epoch} {new.path}")
         if new.path == "/gone":
             raise CheckpointError("/gone: not a folder", field="path")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 import pytest_asyncio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -40,8 +41,16 @@ BORNE = hostile.BORNE | {"DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_DENIED", "U
 AT_ONCE = 4
 SILENCE_S = 0.1
 RESUME_S = 60.0
-# What these are asked for they do.
-PAUSING = ("PauseModel", "UpdateModelWeights", "SleepModel", "Pause", "UpdateWeights", "Sleep")
+PAUSING = (
+    "PauseModel",
+    "UpdateModelWeights",
+    "SleepModel",
+    "Pause",
+    "Resume",
+    "UpdateWeights",
+    "HoldOrder",
+    "Sleep",
+)  # what they are asked for they do
 TARGETS = {
     gateway_pb2: ("Gateway", ["gateway"]), conductor_pb2: ("Conductor", ["conductor"]),
     store_pb2: ("StoreMaster", ["store"]), prefill_pb2: ("Prefill", ["prefill-0"]),
@@ -114,12 +123,21 @@ async def _resume(mesh: Running) -> None:
     """Undoes what an operator's noise may have asked for."""
     async with connect(mesh.mesh.addresses["decode-0"]) as channel:
         stub = instance_pb2_grpc.InstanceStub(channel)  # type: ignore[no-untyped-call]
-        await stub.Wake(instance_pb2.WakeRequest(), timeout=RESUME_S)
-        await stub.Resume(instance_pb2.ResumeRequest(), timeout=RESUME_S)
+        await until(lambda: _resumed(stub), "the leases of orders that nobody carries out to end", RESUME_S)
     async with connect(mesh.mesh.addresses["conductor"]) as channel:
         conductor = conductor_pb2_grpc.ConductorStub(channel)  # type: ignore[no-untyped-call]
         await conductor.WakeModel(conductor_pb2.WakeModelRequest(model="demo-model"), timeout=RESUME_S)
         await conductor.ResumeModel(conductor_pb2.ResumeModelRequest(model="demo-model"), timeout=RESUME_S)
+
+
+async def _resumed(stub: Any) -> bool:
+    try:
+        await stub.Resume(instance_pb2.ResumeRequest(), timeout=RESUME_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise
+        return False
+    return True
 
 
 async def _serves(channel: Any, service: ServiceDescriptor) -> bool:

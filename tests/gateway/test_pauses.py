@@ -1,4 +1,5 @@
-"""Requests that a pause holds back: one of them looks, all go on at once; and what a pause costs an answer."""
+"""Requests that a pause holds back: one of them looks, and who is placed lets others go; and what a pause costs an
+answer."""
 
 from __future__ import annotations
 
@@ -33,6 +34,28 @@ async def test_one_looks_and_the_others_wait_for_it() -> None:
         await asyncio.gather(*others)
     assert looks == [0] and sorted(waited) == [0, 1, 2]
     gate.passed("m")  # nobody waits
+
+
+async def test_each_that_is_placed_lets_two_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few meet the next pause, however many wait."""
+    monkeypatch.setattr("kvmesh.services.gateway.pauses.SILENT_S", 60.0)
+    gate, gone = PauseGate(), list[int]()
+
+    async def waits(number: int) -> None:
+        await gate.wait("m", number)
+        gone.append(number)
+
+    tasks = []
+    for number in range(8):
+        tasks.append(asyncio.create_task(waits(number)))
+        await asyncio.sleep(0)
+    await tasks[0]
+    tasks[3].cancel()
+    for expected in ([0, 1, 2], [0, 1, 2, 4, 5], [0, 1, 2, 4, 5, 6, 7]):
+        gate.passed("m")
+        await asyncio.gather(*(tasks[number] for number in expected))
+        assert gone == expected
+    assert not gate._models
 
 
 @pytest.mark.parametrize("error", [Paused("paused: x"), WeightsChanged("weights_epoch=1: other")])

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,8 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def groups(text: str, model: Path, folder: Path) -> AsyncIterator[list[AllRanks]]:
-    """Starts an instance; yields its groups, each driven as an instance of its own."""
+async def groups(text: str, model: Path, folder: Path, **settings: Any) -> AsyncIterator[list[AllRanks]]:
+    """Starts an instance that is told `settings`, too; yields its groups, each driven as an instance of its own."""
     axes = Axes.parse(text)
     drivers = [Driver(rank) for rank in range(axes.world)]
     spawn_ranks([driver.client for driver in drivers], 1, axes.dp)
@@ -46,7 +47,7 @@ async def groups(text: str, model: Path, folder: Path) -> AsyncIterator[list[All
         group_timeout_ms=30_000,
     )
     try:
-        configures = [msgspec.structs.replace(known, rank=rank) for rank in range(axes.world)]
+        configures = [msgspec.structs.replace(known, rank=rank, **settings) for rank in range(axes.world)]
         await asyncio.gather(*(d.client.configure(c, 120) for d, c in zip(drivers, configures, strict=True)))
         yield [AllRanks(drivers[at : at + axes.replica], axes.speaker) for at in range(0, axes.world, axes.replica)]
     finally:

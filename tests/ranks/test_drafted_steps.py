@@ -110,6 +110,7 @@ class Moody(Speculator):
 class FrontAndDraftingRank(FrontAndRank):
     drafted = 0
     kept = 0
+    beside = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +126,7 @@ class FrontAndDraftingRank(FrontAndRank):
         assert counts.kept[0] == self.world.kept
         type(self).drafted += counts.drafted[0]
         type(self).kept += counts.kept[0]
+        type(self).beside += self.world.drafts_beside
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(True, id="ahead"), pytest.param(False, id="in-turn")])
@@ -135,6 +137,7 @@ def test_whatever_is_drafted_tokens_are_those_of_a_request_alone(
     monkeypatch.setattr(FrontAndDraftingRank, "ahead", ahead)
     run_state_machine_as_test(FrontAndDraftingRank, settings=SETTINGS)
     assert FrontAndDraftingRank.drafted > FrontAndDraftingRank.kept > FrontAndDraftingRank.drafted / 4
+    assert FrontAndDraftingRank.beside, "rows draft in steps that compute prompts"
 
 
 def keeps_everything(sampled: Sequence[int], draft: Sequence[int]) -> int:

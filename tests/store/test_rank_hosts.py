@@ -10,7 +10,7 @@ import pytest
 from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.rpc.pb import ranks_pb2, store_pb2
 from kvmesh.services.store import mapping, rank_hosts
-from kvmesh.services.store.rank_hosts import KEPT_S, LEASE_S, RankHost, RankHosts, RankPlaces
+from kvmesh.services.store.rank_hosts import KEPT_S, LEASE_S, MAX_KEPT, RankHost, RankHosts, RankPlaces
 
 
 def host(name: str, **given: Any) -> RankHost:
@@ -102,6 +102,21 @@ def test_what_is_kept_is_kept_for_a_while() -> None:
     assert made.place(asked(), 0.0)[0]
     made.lend(host("a"), KEPT_S)
     assert made.place(asked("other"), KEPT_S + 0.1)[0] == ["a:7050"]
+
+
+def test_hosts_are_kept_for_few_at_once_who_do_not_come() -> None:
+    made = known(*(host(f"h{at:03}") for at in range(MAX_KEPT + 1)))
+    for at in range(MAX_KEPT):
+        assert made.place(asked(f"i{at}"), 0.0)[0]
+    assert "32 other instances whose ranks have not come yet" in made.place(asked("one-more"), 1.0)[1]
+    taken = made.place(asked("i0"), 1.0)[0]
+    assert len(taken) == 1, "one that asks again has a place among them"
+    name = taken[0].partition(":")[0]
+    made.lend(host(name, used=(("i0", tuple(range(4))),)), 2.0)
+    assert made.place(asked("one-more"), 2.0)[0], "and where ranks run nothing is kept"
+    for at in range(MAX_KEPT + 1):
+        made.lend(host(f"h{at:03}"), KEPT_S)
+    assert made.place(asked("another"), KEPT_S + 1.1)[0]
 
 
 def test_ranks_of_an_earlier_life_take_no_room() -> None:

@@ -132,6 +132,7 @@ class World:
         begin = self._begin if ahead else None
         self.speculator = speculator
         self.kept = 0  # tokens that drafts foresaw
+        self.drafts_beside = 0  # steps with drafts that computed prompts, too
         self.steps = Steps(
             device.runner,
             pusher,
@@ -299,6 +300,7 @@ class World:
                         self._first(self.requests[token.handle], token)
                 case m.DecodeStepDone() as step:
                     self.kept += sum(kept for _, _, kept in step.drafts)
+                    self.drafts_beside += bool(step.drafts and step.prefill_tokens)
                     for made in step.tokens:
                         self._token(self.requests[made.handle], made, made.handle in step.held)
                     assert set(step.held) <= {token.handle for token in step.tokens if token.finish}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvmesh.engine.axes import Axes
     from kvmesh.services.conductor.settings import Settings
     from kvmesh.sim.config import SimConfig
+    from kvmesh.sim.hardware.speculation import SpeculationModel
     from kvmesh.sim.hardware.times import NodeSpec
     from kvmesh.sim.host import HostModel
     from kvmesh.sim.workloads.workload import Clients, SimRequest
@@ -177,17 +178,33 @@ def gpus_of(options: Options, pool: str) -> int:
     return options.gpus if axes is None else axes.world
 
 
+def speculation_of(options: Options) -> SpeculationModel | None:
+    """What rows draft, and how much of it is kept; None: they draft nothing. ConfigError names the option."""
+    from kvmesh.sim.hardware.speculation import SpeculationModel
+
+    if options.speculate is None:
+        return None
+    return SpeculationModel(
+        options.speculate, tuple(number_of("accept", word) for word in options.accept.split(",") if word.strip())
+    )
+
+
 def node_of(options: Options, pool: str = "decode") -> NodeSpec:
     """One instance of "prefill", "decode" or "coupled": the roofline of its GPUs or, with `times`, what was fitted."""
+    from kvmesh.engine.axes import Axes
     from kvmesh.sim.fitting.mesh_fit import read_fit
     from kvmesh.sim.hardware.axes_times import AxesRoofline, axes_node_spec
     from kvmesh.sim.hardware.hardware import changed, hardware
     from kvmesh.sim.hardware.shapes import shape_of
+    from kvmesh.sim.hardware.speculation import Speculation
     from kvmesh.sim.hardware.times import Fitted, node_spec
 
     gpu = changed(hardware(options.gpu), nic_gbps=options.nic_gbps, dram_gib=options.dram_gib, ssd_gib=options.ssd_gib)
     axes = axes_of(options, pool)
     shape, weights, kv = shape_of(options.model), options.weight_dtype, options.kv_dtype
+    speculation = speculation_of(options) if pool != "prefill" else None
+    if axes is None and speculation is not None:
+        axes = Axes(tp=options.gpus)
     if axes is None:
         spec = node_spec(gpu, options.gpus, shape, weight_dtype=weights, kv_dtype=kv, block_tokens=options.block_tokens)
     else:
@@ -201,8 +218,11 @@ def node_of(options: Options, pool: str = "decode") -> NodeSpec:
             micro_batches=options.micro_batches,
             chunk_tokens=options.chunk_tokens or CHUNK,
             block_tokens=options.block_tokens,
+            mtp=speculation is not None and speculation.drafter == "mtp",
         )
         spec = axes_node_spec(times, options.kv_dtype, options.block_tokens)
+        if speculation is not None:
+            spec = replace(spec, speculation=Speculation(speculation, times))
     for name in ("kv_tokens", "dram_tokens"):
         if (tokens := getattr(options, name)) is not None:
             spec = replace(spec, **{name: tokens})

@@ -69,6 +69,12 @@ class Machines:
     decode_mesh: str | None = _opt(None, "Likewise of a decode instance.", "dp=8,ep=dp")
     coupled_mesh: str | None = _opt(None, "Likewise of a coupled instance.", "tp=8,dcp=8")
     fp8_products: bool = _opt(False, "Of instances with axes: matrices are multiplied, and tokens sent, in FP8.")
+    speculate: str | None = _opt(None, "Rows have drafts: mtp, ngram or suffix.", "DRAFTER")
+    accept: str = _opt(
+        "0.85,0.7,0.55",
+        "Chance that each token of a draft is kept where those before it were; as many as the longest draft has.",
+        "X,X,...",
+    )
     micro_batches: int = _opt(1, "2: their rows go in halves, which hides all-to-all.", "N", least=1)
     model: str = _opt("llama3-70b", "Preset, config.json or its folder: see kvmesh kvsize.", "MODEL")
     weight_dtype: str = _opt("bf16", "bf16, fp8, ...", "DTYPE")
@@ -189,6 +195,8 @@ class Options(Deciding, Unforeseen, Machines, Workload):
         if self.times is not None and any(one is not None for one in given.values()):
             name = next(name for name, one in given.items() if one is not None)
             raise ConfigError(f"{name}={given[name]!r}: not with --times", field=name)
+        if self.times is not None and self.speculate is not None:
+            raise ConfigError(f"speculate={self.speculate!r}: not with --times", field="speculate")
         if not 1 <= self.micro_batches <= 2:
             raise ConfigError(f"micro_batches={self.micro_batches}: must be 1 or 2", field="micro_batches")
 

@@ -73,9 +73,17 @@ class StepTables(Protocol):
     def holds(self, pages: Sequence[Any]) -> bool:
         """Says whether the pages of every row have room."""
 
-    def fill(self, pages: Sequence[Any], positions: Integers, token_ids: Integers = (), padded_rows: int = 0) -> None:
+    def fill(
+        self,
+        pages: Sequence[Any],
+        positions: Integers,
+        token_ids: Integers = (),
+        padded_rows: int = 0,
+        lengths: Integers | None = None,
+    ) -> None:
         """Takes the next step: row i computes the token at `positions[i]`; rows from there to `padded_rows` stand for
-        none. Raises InternalError for too few pages, or pages that do not exist."""
+        none. `lengths` are how many rows in order are of each request (None: one). Raises InternalError for too few
+        pages, or pages that do not exist."""
 
 
 class PagedMemory:
@@ -158,9 +166,9 @@ class AttentionBackend(PagedMemory, ABC):
         once for all of its rows."""
         return self.plan_mixed(pages, positions, spans)
 
-    def step_tables(self, rows: int, width: int) -> StepTables:
-        """Returns what decode steps of up to `rows` rows of `width` pages read when they are replayed. Only of a
-        backend that is `capturable`."""
+    def step_tables(self, rows: int, width: int, request_rows: int = 1) -> StepTables:
+        """Returns what decode steps of up to `rows` rows of `width` pages read when they are replayed, of requests that
+        have up to `request_rows` rows each. Only of a backend that is `capturable`."""
         raise InternalError(f"{type(self).__name__} is not captured")
 
     def replayed(self, tables: StepTables, rows: int) -> StepPlan:

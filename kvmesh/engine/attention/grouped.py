@@ -128,9 +128,9 @@ class GroupedAttention:
         alone = next((at for at, count in enumerate(counts) if count > 1), len(counts))
         return StateStep(alone, starts, (*counts, *(span.length for span in spans)), tuple(slots))
 
-    def step_tables(self, rows: int, width: int) -> GroupedTables:
+    def step_tables(self, rows: int, width: int, request_rows: int = 1) -> GroupedTables:
         """Returns tables for decode steps that are replayed, as `TritonAttention.step_tables` does."""
-        return GroupedTables(self, [backend.step_tables(rows, width) for backend in self.backends])
+        return GroupedTables(self, [backend.step_tables(rows, width, request_rows) for backend in self.backends])
 
     def replayed(self, tables: StepTables, rows: int) -> GroupedPlan:
         """Returns the plan of any step of at most so many rows of `tables`."""
@@ -182,6 +182,14 @@ class GroupedTables:
     def holds(self, pages: Tables) -> bool:
         return all(own.holds(pages[number]) for number, own in zip(self._backend.tokens, self.tables, strict=True))
 
-    def fill(self, pages: Tables, positions: Integers, token_ids: Integers = (), padded_rows: int = 0) -> None:
+    def fill(
+        self,
+        pages: Tables,
+        positions: Integers,
+        token_ids: Integers = (),
+        padded_rows: int = 0,
+        lengths: Integers | None = None,
+    ) -> None:
         for number, own in zip(self._backend.tokens, self.tables, strict=True):
-            own.fill(self._backend.rows_of(pages, number, len(positions)), positions, token_ids, padded_rows)
+            named = self._backend.rows_of(pages, number, len(positions))
+            own.fill(named, positions, token_ids, padded_rows, lengths)

@@ -9,7 +9,7 @@ here; those of a page that a prompt ends in are zeroed, since pages are pushed w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,10 +25,14 @@ from kvmesh.engine.attention.backend import (
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels.decode import (
+    MOST_QUERIES,
     RESIDENT,
     longest_share,
     most_shares,
     paged_decode,
+    queries_for,
+    request_tiles_of,
+    requests_of,
     scratch_elements,
     shares_of,
     tiles_of,
@@ -43,6 +47,7 @@ from kvmesh.errors import InternalError
 PROCESSORS = 132  # streaming multiprocessors of an H100, for pages that are on no GPU (tests)
 CHOICE_STEPS = 16  # how long the shares may be is chosen anew: a row grows by a tile in more steps than that
 STEP_COLUMNS = 4  # token ids, positions, slots, lengths
+REQUEST_COLUMNS = 2  # of each request: its first row, how many it has
 ROW_MULTIPLE = 16  # rows of a table: columns stay aligned, so that kernels are compiled once
 
 
@@ -57,20 +62,31 @@ def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
-class ShareBackend(Protocol):
-    """Is a backend whose decode steps are lists of shares: `share_programs` programs have each, a processor holds
-    `resident` of them, and `share_dim` columns of each query head are what a share finds; tiles are of `tile` tokens,
-    `windows` is what layers see."""
+class ShareSizes(NamedTuple):
+    """Says how a share is computed: by so many programs, of which a processor holds `resident`, in tiles of `tile`
+    tokens."""
 
-    share_programs: int
+    programs: int
     resident: int
-    share_dim: int
     tile: int
+
+
+class ShareBackend(Protocol):
+    """Is a backend whose decode steps are lists of shares; `share_dim` columns of each query head are what a share
+    finds, `windows` is what layers see."""
+
+    share_dim: int
     windows: list[tuple[int, int]]
     processors: int
     num_heads: int
     block_tokens: int
     device: torch.device
+
+    def queries_for(self, rows: int) -> int:
+        """Returns how many rows of a request a program takes where requests have up to so many."""
+
+    def share_sizes(self, queries: int) -> ShareSizes:
+        """Returns the sizes of shares of requests of up to so many rows."""
 
     def page_array(self, pages: Sequence[int], end: int, seen: int = 0) -> np.ndarray:
         """As of `PagedMemory`."""
@@ -93,7 +109,13 @@ class TritonAttention(AttentionBackend):
         self.share_programs, self.resident, self.share_dim = self.kv_heads, RESIDENT, self.head_dim
         self.tile = tiles_for(self.head_dim, pages.element_size(), self.block_tokens).keys
         self.variant = usual(self.head_dim, pages.element_size(), self.block_tokens)  # of prefill
-        self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
+        self.decode_tables = LaunchedTables(self)
+
+    def queries_for(self, rows: int) -> int:
+        return queries_for(rows, self.num_heads // self.kv_heads)
+
+    def share_sizes(self, queries: int) -> ShareSizes:
+        return ShareSizes(self.share_programs, self.resident, self.tile)  # a KV head's program has all rows
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """Copies an array to the device without waiting for the copy."""
@@ -108,15 +130,19 @@ class TritonAttention(AttentionBackend):
         return TritonMixedPlan(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
 
     def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> DecodePlan:
-        rows, width = len(pages), max(len(row) for row in pages)
-        if rows > self.decode_tables.rows or width > self.decode_tables.width:
-            have = self.decode_tables
-            self.decode_tables = DecodeTables(self, max(rows, 2 * have.rows), max(width, 2 * have.width))
-        self.decode_tables.fill(pages, positions)
-        return DecodePlan(self, self.decode_tables, rows)
+        return DecodePlan(self, self.decode_tables.filled(pages, positions), len(pages))
 
-    def step_tables(self, rows: int, width: int) -> DecodeTables:
-        return DecodeTables(self, rows, width)
+    def plan_drafts(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
+    ) -> StepPlan:
+        """Plans the rows of a request as one of its list of work: its K and V are read once for all of them."""
+        if not pages:
+            return self.plan_prefill(spans)
+        decode = DecodePlan(self, self.decode_tables.filled(pages, positions, lengths), len(pages))
+        return TritonMixedPlan(self, decode, self.plan_prefill(spans), len(pages)) if spans else decode
+
+    def step_tables(self, rows: int, width: int, request_rows: int = 1) -> DecodeTables:
+        return DecodeTables(self, rows, width, self.queries_for(request_rows))
 
     def replayed(self, tables: StepTables, rows: int) -> DecodePlan:
         assert isinstance(tables, DecodeTables)
@@ -206,59 +232,81 @@ class WorkList:
 
     def __init__(
         self,
-        backend: ShareBackend,
+        sizes: ShareSizes,
+        processors: int,
         sees: tuple[int, int],
         host: tuple[np.ndarray, np.ndarray],
         device: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        (self.window, self.chunk), self._backend = sees, backend
+        (self.window, self.chunk), self._sizes, self._processors = sees, sizes, processors
         self._work, self._joins = host
         self.work, self.joins = device
         self.used, self.split = 0, True
         self._longest, self._rows, self._age = 1, 0, 0
 
-    def fill(self, lengths: np.ndarray) -> None:
-        backend, tile = self._backend, self._backend.tile
+    def fill(self, lengths: np.ndarray, requests: np.ndarray | None = None) -> None:
+        """Takes the lengths of a step's rows; `requests` are the rows of each request, where they share its work."""
+        (programs, resident, tile), processors = self._sizes, self._processors
+        count = len(lengths if requests is None else requests)
         self._age += 1
-        if len(lengths) != self._rows or self._age >= CHOICE_STEPS:
-            _, tiles = tiles_of(lengths, self.window, tile, self.chunk)
-            self._longest = longest_share(tiles, backend.share_programs, backend.processors, backend.resident)
-            self._rows, self._age = len(lengths), 0
-        work, joins = shares_of(lengths, self.window, tile, self._longest, self.chunk)
+        if count != self._rows or self._age >= CHOICE_STEPS:
+            if requests is None:
+                _, tiles = tiles_of(lengths, self.window, tile, self.chunk)
+            else:
+                _, tiles = request_tiles_of(lengths, requests, self.window, tile, self.chunk)
+            self._longest = longest_share(tiles, programs, processors, resident)
+            self._rows, self._age = count, 0
+        work, joins = shares_of(lengths, self.window, tile, self._longest, self.chunk, requests=requests)
         # Rows may have been replaced by longer ones since the choice.
-        while len(work) > most_shares(len(lengths), backend.share_programs, backend.processors):
+        while len(work) > most_shares(count, programs, processors):
             self._longest *= 2
-            work, joins = shares_of(lengths, self.window, tile, self._longest, self.chunk)
+            work, joins = shares_of(lengths, self.window, tile, self._longest, self.chunk, requests=requests)
         self.used, self.split = len(work), bool((joins[:, 1] != 1).any())
         self._work[: len(work)] = work
         self._work[len(work) :] = 0  # begins where it ends: none
         self._joins[: len(joins)] = joins
+        if requests is not None:
+            self._joins[len(joins) :] = 0  # rows that stand for none are of no request
 
 
 class DecodeTables:
     """Holds what the kernels read of a decode batch of up to `rows` rows and `width` pages a row, at addresses that
-    stay. `scratch` serves all layers, which follow each other."""
+    stay. `scratch` serves all layers, which follow each other.
 
-    def __init__(self, backend: ShareBackend, rows: int, width: int) -> None:
+    With `queries` above 1 up to so many rows of a request are computed together: then the page table has a row for each
+    request, so that it stays as it is whatever is drafted, and `requests` says which rows these have. One of more rows
+    is several requests."""
+
+    def __init__(self, backend: ShareBackend, rows: int, width: int, queries: int = 1) -> None:
         self.rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        self.backend, self.width = backend, width
+        self.backend, self.width, self.queries = backend, width, queries
+        self.sizes = sizes = backend.share_sizes(queries)
         self.table = Mirrored((self.rows, width), torch.int32, backend.device)
-        entries = most_shares(self.rows, backend.share_programs, backend.processors)
-        columns, lists = STEP_COLUMNS * self.rows, 4 * entries + 2 * self.rows
+        entries = most_shares(self.rows, sizes.programs, backend.processors)
+        join_columns = 2 if queries == 1 else 3
+        columns, lists = STEP_COLUMNS * self.rows, 4 * entries + join_columns * self.rows
+        if queries > 1:
+            columns += REQUEST_COLUMNS * self.rows
         self.step = Mirrored((columns + lists * len(backend.windows),), torch.int32, backend.device)
         host, device = self.step.host, self.step.device
-        self._columns = host[:columns].reshape(STEP_COLUMNS, self.rows)
-        self.token_ids, self.positions, self.slots, self.lengths = device[:columns].view(STEP_COLUMNS, -1).unbind()
+        of_rows = STEP_COLUMNS * self.rows
+        self._columns = host[:of_rows].reshape(STEP_COLUMNS, self.rows)
+        self.token_ids, self.positions, self.slots, self.lengths = device[:of_rows].view(STEP_COLUMNS, -1).unbind()
+        self._requests = host[of_rows:columns].reshape(-1, REQUEST_COLUMNS)
+        self.requests = device[of_rows:columns].view(-1, REQUEST_COLUMNS) if queries > 1 else None
         self.lists: dict[tuple[int, int], WorkList] = {}
         for at, sees in zip(range(columns, len(host), lists), backend.windows, strict=True):
             joins = at + 4 * entries
             self.lists[sees] = WorkList(
-                backend,
+                sizes,
+                backend.processors,
                 sees,
-                (host[at:joins].reshape(-1, 4), host[joins : at + lists].reshape(-1, 2)),
-                (device[at:joins].view(-1, 4), device[joins : at + lists].view(-1, 2)),
+                (host[at:joins].reshape(-1, 4), host[joins : at + lists].reshape(-1, join_columns)),
+                (device[at:joins].view(-1, 4), device[joins : at + lists].view(-1, join_columns)),
             )
-        need = scratch_elements(entries, backend.num_heads, backend.share_dim)
+        # Each row has a slot, and those of a request one more for each further share.
+        slots = self.rows + queries * (entries - self.rows)
+        need = scratch_elements(slots, backend.num_heads, backend.share_dim)
         self.scratch = torch.empty(need, dtype=torch.float32, device=backend.device)
         self._known: list[tuple[int, ...]] = [()] * self.rows
         self._counts = np.zeros(self.rows, dtype=np.int64)
@@ -269,27 +317,39 @@ class DecodeTables:
         positions: Integers,
         token_ids: Integers = (),
         padded_rows: int = 0,
+        lengths: Integers | None = None,
     ) -> None:
         """Takes the next step: row i computes the token at `positions[i]`. Rows from there to `padded_rows` stand for
-        none: they write nothing and attend to nothing. Raises InternalError for too few pages, or pages that do not
-        exist."""
+        none: they write nothing and attend to nothing. `lengths`: how many rows in order are of each request, at
+        positions that follow each other and over the same pages; None: one each. Raises InternalError for too few
+        pages, or pages that do not exist."""
         count, block = len(pages), self.backend.block_tokens
         where = np.asarray(positions, dtype=np.int64)
-        self._update(pages, where)
-        if count and (where // block >= self._counts[:count]).any():
-            row = int((where // block >= self._counts[:count]).argmax())
-            raise InternalError(f"token {where[row]} needs more than {self._counts[row]} pages of {block}")
+        owners, requests = np.arange(count), None
+        if self.queries == 1:
+            self._update(pages, where)
+        else:
+            rows = np.ones(count, np.int64) if lengths is None else np.asarray(lengths, np.int64)
+            requests = requests_of(rows, self.queries)
+            firsts = np.cumsum(requests) - requests
+            owners = np.repeat(np.arange(len(requests)), requests)
+            self._update([pages[row] for row in firsts.tolist()], where[firsts])
+        if count and (where // block >= self._counts[owners]).any():
+            row = int((where // block >= self._counts[owners]).argmax())
+            raise InternalError(f"token {where[row]} needs more than {self._counts[owners[row]]} pages of {block}")
         self.step.wait()
-        tokens, at, slots, lengths = self._columns
+        tokens, at, slots, ends = self._columns
         tokens[: len(token_ids)] = token_ids
         at[:count] = where
-        slots[:count] = self.table.host[np.arange(count), where // block] * block + where % block
-        lengths[:count] = where + 1
+        slots[:count] = self.table.host[owners, where // block] * block + where % block
+        ends[:count] = where + 1
         end = max(count, padded_rows)
-        tokens[count:end] = at[count:end] = lengths[count:end] = 0
+        tokens[count:end] = at[count:end] = ends[count:end] = 0
         slots[count:end] = -1
+        if requests is not None:
+            self._requests[: len(requests)] = np.stack((firsts, requests), 1)
         for work in self.lists.values():
-            work.fill(lengths[:end].astype(np.int64))
+            work.fill(ends[:end].astype(np.int64), requests)
         self.step.send(0, len(self.step.host))
 
     def holds(self, pages: Sequence[Sequence[int]]) -> bool:
@@ -314,6 +374,30 @@ class DecodeTables:
         return self.backend.page_array(row, end, self.backend.oldest_seen(min(position, end - 1))) if row else row
 
 
+class LaunchedTables:
+    """Keeps the tables of steps that are not replayed, one for requests of one row and one for those of several. They
+    grow with the batch."""
+
+    def __init__(self, backend: ShareBackend) -> None:
+        self._backend = backend
+        self._tables = {1: DecodeTables(backend, ROW_MULTIPLE, 8)}
+
+    def filled(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers | None = None
+    ) -> DecodeTables:
+        """Returns tables that hold the step, as of `DecodeTables.fill`, until the next one."""
+        drafted = lengths is not None and len(lengths) < len(pages)
+        queries = self._backend.queries_for(MOST_QUERIES) if drafted else 1
+        rows, width = len(pages), max((len(row) for row in pages), default=0)
+        have = self._tables.get(queries)
+        if have is None or rows > have.rows or width > have.width:
+            had = (0, 0) if have is None else (2 * have.rows, 2 * have.width)
+            size = max(rows, ROW_MULTIPLE, had[0]), max(width, 8, had[1])
+            have = self._tables[queries] = DecodeTables(self._backend, *size, queries)
+        have.fill(pages, positions, lengths=lengths)
+        return have
+
+
 class DecodeStep:
     """Is the first `rows` rows of `tables` as they were filled last, until they are filled again. A `replayed` step
     then is any of at most so many rows, over the same addresses."""
@@ -322,7 +406,7 @@ class DecodeStep:
         self.tables, self.replayed = tables, replayed
         columns = (tables.token_ids, tables.positions, tables.slots, tables.lengths)
         self.token_ids, self.positions, self.slots, self.lengths = (column[:rows] for column in columns)
-        self.most = most_shares(rows, tables.backend.share_programs, tables.backend.processors)
+        self.most = most_shares(rows, tables.sizes.programs, tables.backend.processors)
 
     def shares(self, sees: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the list of work of layers that see so much, and what joins it, None where no row needs that."""
@@ -352,5 +436,7 @@ class DecodePlan(DecodeStep, TritonPlan):
             spec,
             tables.scratch,
             out,
+            requests=tables.requests,
+            queries=tables.queries,
         )
         return out

@@ -18,17 +18,18 @@ import torch
 from kvmesh.engine.attention.backend import MixedPlan, SpanTokens, StepPlan, StepTables, TokenSpan
 from kvmesh.engine.attention.latent import LatentBackend, UpProjection, absorbed_costs_less
 from kvmesh.engine.attention.triton_backend import (
-    ROW_MULTIPLE,
     DecodeStep,
     DecodeTables,
+    LaunchedTables,
+    ShareSizes,
     processors_of,
     sent,
     table_of,
 )
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config_latent import PIECE_TOKENS, WORKSPACE_BYTES, LatentConfig, written_out_bytes
-from kvmesh.engine.kernels.decode import longest_share, scratch_elements, shares_of, tiles_of
-from kvmesh.engine.kernels.latent_decode import head_tiles, latent_decode, variant_for
+from kvmesh.engine.kernels.decode import longest_share, queries_for, scratch_elements, shares_of, tiles_of
+from kvmesh.engine.kernels.latent_decode import LatentVariant, head_tiles, latent_decode, variant_for
 from kvmesh.engine.kernels.latent_prefill import ENTRY, expanded_variant, latent_prefill, state_elements
 from kvmesh.engine.kernels.latent_write import rotate_and_write_latents
 from kvmesh.engine.rope import Rotation
@@ -48,13 +49,29 @@ class TritonLatent(LatentBackend):
         super().__init__(pages, sizes, ups)
         on_gpu = self.device.type == "cuda"
         capability = torch.cuda.get_device_capability(self.device) if on_gpu else CAPABILITY
+        self._capability = capability
         self.variant = variant_for(self.num_heads, self.latent, pages.element_size(), capability)
         self.expanded = expanded_variant(pages.element_size(), capability)
         self.processors = processors_of(self.device)
         self.windows = [(0, 0)]
         self.tile, self.resident = self.variant.keys, self.variant.resident
         self.share_programs, self.share_dim = max(1, head_tiles(self.num_heads, self.variant)), self.latent
-        self.decode_tables = DecodeTables(self, ROW_MULTIPLE, 8)
+        self.decode_tables = LaunchedTables(self)
+
+    def queries_for(self, rows: int) -> int:
+        return queries_for(rows, 1)  # their heads are cut into tiles anyway
+
+    def variant_of(self, queries: int) -> LatentVariant:
+        """Returns the sizes of programs that compute requests of up to so many rows."""
+        if queries == 1:
+            return self.variant
+        return variant_for(self.num_heads * queries, self.latent, self.dtype.itemsize, self._capability)
+
+    def share_sizes(self, queries: int) -> ShareSizes:
+        if queries == 1:
+            return ShareSizes(self.share_programs, self.resident, self.tile)
+        variant = self.variant_of(queries)
+        return ShareSizes(max(1, head_tiles(self.num_heads * queries, variant)), variant.resident, variant.keys)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         return sent(array, self.device)
@@ -63,20 +80,24 @@ class TritonLatent(LatentBackend):
         return TritonLatentPrefill(self, spans)
 
     def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> TritonLatentDecode:
-        rows, width = len(pages), max((len(row) for row in pages), default=0)
-        if rows > self.decode_tables.rows or width > self.decode_tables.width:
-            have = self.decode_tables
-            self.decode_tables = DecodeTables(self, max(rows, 2 * have.rows), max(width, 2 * have.width))
-        self.decode_tables.fill(pages, positions)
-        return TritonLatentDecode(self, self.decode_tables, rows)
+        return TritonLatentDecode(self, self.decode_tables.filled(pages, positions), len(pages))
+
+    def plan_drafts(
+        self, pages: Sequence[Sequence[int]], positions: Integers, lengths: Integers, spans: Sequence[TokenSpan]
+    ) -> StepPlan:
+        """Plans the rows of a request as one of its list of work."""
+        if not pages:
+            return self.plan_prefill(spans)
+        decode = TritonLatentDecode(self, self.decode_tables.filled(pages, positions, lengths), len(pages))
+        return TritonLatentMixed(self, decode, self.plan_prefill(spans), len(pages)) if spans else decode
 
     def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[TokenSpan]) -> StepPlan:
         if not spans or not pages:
             return super().plan_mixed(pages, positions, spans)
         return TritonLatentMixed(self, self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
 
-    def step_tables(self, rows: int, width: int) -> DecodeTables:
-        return DecodeTables(self, rows, width)
+    def step_tables(self, rows: int, width: int, request_rows: int = 1) -> DecodeTables:
+        return DecodeTables(self, rows, width, self.queries_for(request_rows))
 
     def replayed(self, tables: StepTables, rows: int) -> TritonLatentDecode:
         assert isinstance(tables, DecodeTables)
@@ -90,16 +111,21 @@ class TritonLatent(LatentBackend):
         shares: tuple[torch.Tensor, torch.Tensor | None],
         scratch: torch.Tensor,
         out: torch.Tensor,
+        requests: torch.Tensor | None = None,
+        queries: int = 1,
     ) -> None:
         """Fills `out [T, H * V]` for queries `[T, H, nope + rope]`, not absorbed yet. `tables`: pages, owners and
-        lengths, and `shares`: work and joins, as of `latent_decode`."""
+        lengths, `shares`: work and joins, and `requests` and `queries` as of `latent_decode`."""
         up, nope = self.ups[layer], self.sizes.nope
         if not self.num_heads:
             return
         absorbed = torch.bmm(q[..., :nope].transpose(0, 1), up.key).transpose(0, 1)
         means = q.new_empty(len(q), self.num_heads, self.latent)
         pages = self.layers[layer]
-        latent_decode(absorbed, q[..., nope:], pages, *tables, *shares, self.scale, scratch, means, self.variant)
+        latent_decode(
+            absorbed, q[..., nope:], pages, *tables, *shares, self.scale, scratch, means, self.variant_of(queries),
+            requests=requests, queries=queries,
+        )  # fmt: skip
         answers = out.view(len(out), self.num_heads, up.value_dim).transpose(0, 1)
         torch.bmm(means.transpose(0, 1), up.value.transpose(1, 2), out=answers)
 
@@ -155,7 +181,8 @@ class TritonLatentDecode(DecodeStep, TritonLatentPlan):
         out = backend.answer(qkv) if out is None else out
         q = backend.split(qkv)[0]
         where = (tables.table.device, None, self.lengths)
-        backend.attend_absorbed(layer, q, where, self.shares((0, 0)), tables.scratch, out)
+        shares = self.shares((0, 0))
+        backend.attend_absorbed(layer, q, where, shares, tables.scratch, out, tables.requests, tables.queries)
         return out
 
 

@@ -7,7 +7,8 @@ values of the second, from the same bytes of shared memory. What the shares of a
 `kernels.decode`. The sizes of programs follow the GPU (`variant_for`): at 512 + 64 columns none may spill.
 
 Rows of queries and tables may differ: `owners` names the row of the table that each query reads, so that the tokens of
-one chunk share one.
+one chunk share one. With QUERIES above 1 a share is of a request, as in `kernels.decode`: the heads of all its rows lie
+below each other, and a program takes a tile of these.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def _attend(
     table,
     owners,
     lengths,
+    requests,
     work,
     partial,
     weights,
@@ -95,58 +97,73 @@ def _attend(
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     OWNED: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     # Programs of one share follow each other: what the first reads the others find in the cache.
     head = tl.program_id(0) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     work += tl.program_id(1) * 4
     row, begin, end, slot = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    if QUERIES > 1:  # a tile may be of rows that the request does not have
+        first, rows = tl.load(requests + row * 2), tl.load(requests + row * 2 + 1)
+        end = tl.where(tl.program_id(0) * HEAD_TILE < rows * HEADS, end, begin)
     if begin < end:
-        length = tl.load(lengths + row)
+        if QUERIES == 1:
+            length = tl.load(lengths + row)
+            highest = length
+            member, own, asked = head, head < HEADS, row
+        else:  # what belongs to each row of the request is a column
+            nth, member = head // HEADS, head % HEADS
+            own = nth < rows
+            asked = (first + nth)[:, None]
+            length = tl.load(lengths + asked, mask=own[:, None], other=0)
+            highest = tl.max(length)
         owner = row
         if OWNED:
             owner = tl.load(owners + row)
-        far = row.to(tl.int64)
+        far = asked.to(tl.int64)
         at = tl.arange(0, PADDED)
         turned = tl.arange(0, PADDED_ROPE)
-        mine = (head < HEADS)[:, None] & (at < LATENT)[None, :]
-        own = (head < HEADS)[:, None] & (turned < ROPE)[None, :]
-        absorbed += far * absorbed_token
-        rotated += far * rotated_token
-        query = tl.load(absorbed + head[:, None] * absorbed_head + at[None, :], mask=mine, other=0.0)
-        rope = tl.load(rotated + head[:, None] * rotated_head + turned[None, :], mask=own, other=0.0)
+        mine = own[:, None] & (at < LATENT)[None, :]
+        also = own[:, None] & (turned < ROPE)[None, :]
+        of_row, turned_of_row = absorbed + far * absorbed_token, rotated + far * rotated_token
+        query = tl.load(of_row + member[:, None] * absorbed_head + at[None, :], mask=mine, other=0.0)
+        rope = tl.load(turned_of_row + member[:, None] * rotated_head + turned[None, :], mask=also, other=0.0)
         best = tl.full([HEAD_TILE], float("-inf"), tl.float32)
         total = tl.zeros([HEAD_TILE], tl.float32)
         found = tl.zeros([HEAD_TILE, PADDED], tl.float32)
         table += owner * table_row
         # Looked up one tile ahead: loads whose address was itself loaded in the same turn are not pipelined.
-        page = pages_of_tile(table, begin, end, length, BLOCK_TOKENS, TILE)
+        page = pages_of_tile(table, begin, end, highest, BLOCK_TOKENS, TILE)
         for tile in range(begin, end):
-            following = pages_of_tile(table, tile + 1, end, length, BLOCK_TOKENS, TILE)
+            following = pages_of_tile(table, tile + 1, end, highest, BLOCK_TOKENS, TILE)
             token = tile * TILE + tl.arange(0, TILE)
-            seen = token < length
+            known = token < highest
             line = pages + page.to(tl.int64) * page_stride + token % BLOCK_TOKENS * token_stride
-            there = seen[:, None] & (at < LATENT)[None, :]
+            there = known[:, None] & (at < LATENT)[None, :]
             latents = tl.load(line[:, None] + at[None, :], mask=there, other=0.0)
-            there = seen[:, None] & (turned < ROPE)[None, :]
+            there = known[:, None] & (turned < ROPE)[None, :]
             shared = tl.load(line[:, None] + LATENT + turned[None, :], mask=there, other=0.0)
             scores = tl.dot(query, tl.trans(latents), input_precision="ieee")
             scores = tl.dot(rope, tl.trans(shared), scores, input_precision="ieee")
-            scores = tl.where(seen[None, :], scores * (scale * LOG2_E), float("-inf"))
-            best, fade, part = weigh(scores, best, True)  # a share's first token is seen by all
+            seen = known[None, :] if QUERIES == 1 else token[None, :] < length
+            scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
+            best, fade, part = weigh(scores, best, QUERIES == 1)  # a row sees its share's first token
             found = tl.dot(part.to(latents.dtype), latents, found * fade[:, None], input_precision="ieee")
             total = total * fade + tl.sum(part, 1)
             page = following
+        if QUERIES > 1:  # of a row that sees nothing of the share, which weighs 2 ** -inf
+            total = tl.where(total > 0, total, 1.0)
         if slot < 0:
             answer = (found / total[:, None]).to(out.dtype.element_ty)
-            tl.store(out + far * out_row + head[:, None] * LATENT + at[None, :], answer, mask=mine)
+            tl.store(out + far * out_row + member[:, None] * LATENT + at[None, :], answer, mask=mine)
         else:
-            place = slot.to(tl.int64) * HEADS + head
+            place = slot.to(tl.int64) * HEADS + head  # the slots of a request's rows follow each other as `head` does
             tl.store(partial + place[:, None] * LATENT + at[None, :], found / total[:, None], mask=mine)
-            tl.store(weights + place, best + tl.log2(total), mask=head < HEADS)
+            tl.store(weights + place, best + tl.log2(total), mask=own)
 
 
 def head_tiles(heads: int, variant: LatentVariant) -> int:
-    """Returns how many programs a share has."""
+    """Returns how many programs a share has, of so many heads of all rows that it is of."""
     return -(-heads // variant.heads)
 
 
@@ -164,6 +181,8 @@ def latent_decode(
     out: torch.Tensor,
     variant: LatentVariant,
     lse: torch.Tensor | None = None,
+    requests: torch.Tensor | None = None,
+    queries: int = 1,
 ) -> None:
     """Fills `out [T, H, latent]`, contiguous, with means of latents; a row of length 0 with zeros; `lse` as of
     `kernels.decode.paged_decode`.
@@ -172,19 +191,21 @@ def latent_decode(
     last axes; `pages [num_pages, block_tokens, latent + rope]`; `table` int32 `[>= rows, width]`: the pages of each row
     of `owners`, int32 `[T]`, or of each query where that is None; `lengths` int32 `[>= T]`: tokens that each query
     attends to. `work`, `joins` and `scratch` are those of `kernels.decode.paged_decode`, for tiles of `variant.keys`
-    and answers of `latent` columns."""
+    and answers of `latent` columns, as are `requests` and `queries`: with these `owners` are the requests', and
+    `variant` is that of so many times the heads."""
     tokens, heads, latent = absorbed.shape
     rope, block_tokens = rotated.shape[-1], pages.shape[1]
     if not len(work) or not heads:
         return
     weights = scratch[len(scratch) // (latent + 1) * latent :]
-    _attend[(head_tiles(heads, variant), len(work))](
+    _attend[(head_tiles(heads * queries, variant), len(work))](
         absorbed,
         rotated,
         pages,
         table,
         owners,
         lengths,
+        requests,
         work,
         scratch,
         weights,
@@ -204,6 +225,7 @@ def latent_decode(
         BLOCK_TOKENS=block_tokens,
         TILE=variant.keys,
         OWNED=owners is not None,
+        QUERIES=queries,
         num_warps=variant.warps,
         num_stages=variant.stages,
     )

@@ -177,7 +177,8 @@ class Steps:
         share_ppm = self.share_ppm if share_ppm is None else share_ppm
         hopes: bool | None = None  # where it is known already
         if self.begin is not None and prefill is None:
-            hopes = self._hopes(share_ppm)
+            # Where no row has room for a draft nothing is worth the wait for the step in flight.
+            hopes = any(self.rows.room_for_drafts(bool(self._snapshots))) and self._hopes(share_ppm)
             if not hopes:
                 self._run_ahead(self.begin)
                 return
@@ -186,7 +187,7 @@ class Steps:
         for handle in self.rows.stall():
             self._send(m.Stalled(handle))
         hopes = self._hopes(share_ppm) if hopes is None else hopes
-        drafted = self._propose(share_ppm) if hopes else None
+        drafted = self._proposed(share_ppm) if hopes else None
         if prefill is not None or self.rows.live:
             self._run(prefill, self.rows.live > 0, between_layers, drafted)
         else:
@@ -334,6 +335,18 @@ class Steps:
     def _hopes(self, share_ppm: int) -> bool:
         """Whether a draft for any of the rows may be worth its cost."""
         return self._speculator is not None and self._speculator.hopes(self.rows.handles(), share_ppm)
+
+    def _proposed(self, share_ppm: int) -> DraftedRows | None:
+        """Returns what `_propose` does. Where that fails the live rows do, as in any other step; it raises where other
+        ranks may not have failed, for then it is unknown where they stand."""
+        try:
+            return self._propose(share_ppm)
+        except Exception as error:
+            if self._runner.mesh.world.size > 1 and not isinstance(error, KvmeshError):
+                raise
+            log.exception("drafts failed")
+            self._rows_failed(self.rows.handles(), error)
+            return None
 
     def _propose(self, share_ppm: int) -> DraftedRows | None:
         """Returns the live rows with their drafts; None where there is no draft."""

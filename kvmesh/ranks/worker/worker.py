@@ -291,7 +291,8 @@ class Worker:
         )
 
     def _layout_text(self, shapes: Sequence[GroupShape] | None = None) -> str:
-        """Returns what is kept here, of these cache groups (None: of all)."""
+        """Returns what is kept here, of these cache groups (None: of all). The epoch is the one that the instance was
+        started with: layouts name folders, which outlive updates. Keys name the epoch of now."""
         c, shapes = self._configure, self._shapes if shapes is None else shapes
         epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
         begin, replica = f"{self._checkpoint.fingerprint[:16]}{epoch}", axes_of(c).replica

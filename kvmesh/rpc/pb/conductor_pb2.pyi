@@ -122,12 +122,18 @@ class PauseModelRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ORDER_ID_FIELD_NUMBER: _builtins.int
+    FOR_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"": the only one"""
     mode: _common_pb2.PauseMode.ValueType
     deadline_ms: _builtins.int
     """0: 60,000"""
     reason: _builtins.str
+    order_id: _builtins.str
+    """of 1 to 64 characters; an order that is repeated is answered as the first time. "": a new one"""
+    for_ms: _builtins.int
+    """the model goes on by itself then; 0: when it is resumed. At most 604,800,000 (seven days)"""
     def __init__(
         self,
         *,
@@ -135,10 +141,12 @@ class PauseModelRequest(_message.Message):
         mode: _common_pb2.PauseMode.ValueType = ...,
         deadline_ms: _builtins.int = ...,
         reason: _builtins.str = ...,
+        order_id: _builtins.str = ...,
+        for_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "mode", b"mode", "model", b"model", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "for_ms", b"for_ms", "mode", b"mode", "model", b"model", "order_id", b"order_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -176,15 +184,19 @@ class ResumeModelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    ORDER_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    order_id: _builtins.str
+    """as of PauseModelRequest"""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        order_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "order_id", b"order_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,6 +237,7 @@ class UpdateModelWeightsRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     STAY_PAUSED_FIELD_NUMBER: _builtins.int
+    ORDER_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     weights_epoch: _builtins.int
     """0: one is made of the time"""
@@ -232,6 +245,8 @@ class UpdateModelWeightsRequest(_message.Message):
     deadline_ms: _builtins.int
     """of the whole; 0: 600,000"""
     stay_paused: _builtins.bool
+    order_id: _builtins.str
+    """as of PauseModelRequest"""
     @_builtins.property
     def source(self) -> _common_pb2.WeightsSource: ...
     def __init__(
@@ -243,10 +258,11 @@ class UpdateModelWeightsRequest(_message.Message):
         mode: _common_pb2.PauseMode.ValueType = ...,
         deadline_ms: _builtins.int = ...,
         stay_paused: _builtins.bool = ...,
+        order_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "mode", b"mode", "model", b"model", "source", b"source", "stay_paused", b"stay_paused", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "mode", b"mode", "model", b"model", "order_id", b"order_id", "source", b"source", "stay_paused", b"stay_paused", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,23 +399,19 @@ class WakeModelResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
-    PAUSED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     weights_epoch: _builtins.int
     instances: _builtins.int
-    paused: _builtins.bool
-    """it was paused before it slept, and still is"""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         weights_epoch: _builtins.int = ...,
         instances: _builtins.int = ...,
-        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "model", b"model", "paused", b"paused", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "model", b"model", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

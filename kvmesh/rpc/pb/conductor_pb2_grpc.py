@@ -161,7 +161,8 @@ class ConductorServicer:
 
     def PauseModel(self, request, context):
         """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
-        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then. RESOURCE_EXHAUSTED: another
+        order of this model runs, here or at another conductor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

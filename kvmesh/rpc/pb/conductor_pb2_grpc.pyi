@@ -49,7 +49,8 @@ class ConductorStub:
     """How many instances of each role this load wants: for an external autoscaler."""
     PauseModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.PauseModelRequest, _conductor_pb2.PauseModelResponse]
     """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
-    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then. RESOURCE_EXHAUSTED: another
+    order of this model runs, here or at another conductor.
     """
     ResumeModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ResumeModelRequest, _conductor_pb2.ResumeModelResponse]
     UpdateModelWeights: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]
@@ -80,7 +81,8 @@ class ConductorAsyncStub(ConductorStub):
     """How many instances of each role this load wants: for an external autoscaler."""
     PauseModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.PauseModelRequest, _conductor_pb2.PauseModelResponse]  # type: ignore[assignment]
     """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
-    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+    paused first. UpdateWeights pauses the model where it is not paused, and resumes it then. RESOURCE_EXHAUSTED: another
+    order of this model runs, here or at another conductor.
     """
     ResumeModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ResumeModelRequest, _conductor_pb2.ResumeModelResponse]  # type: ignore[assignment]
     UpdateModelWeights: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]  # type: ignore[assignment]
@@ -162,7 +164,8 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.PauseModelResponse, _abc.Awaitable[_conductor_pb2.PauseModelResponse]]:
         """The same as Instance.Pause, Resume and UpdateWeights, of all instances of a model in order: those that decode are
-        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then.
+        paused first. UpdateWeights pauses the model where it is not paused, and resumes it then. RESOURCE_EXHAUSTED: another
+        order of this model runs, here or at another conductor.
         """
 
     @_abc_1.abstractmethod

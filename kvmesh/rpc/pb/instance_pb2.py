@@ -25,49 +25,55 @@ _sym_db = _symbol_database.Default()
 from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvmesh/v1/instance.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"D\n\x0eSetRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"Y\n\x0fSetRoleResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1c\n\x03was\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\"l\n\x0cPauseRequest\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x14.kvmesh.v1.PauseMode\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0e\n\x06reason\x18\x04 \x01(\t\"H\n\rPauseResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\r\n\x05\x65nded\x18\x02 \x01(\r\"$\n\rResumeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\"Q\n\x0eResumeResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x15\n\rweights_epoch\x18\x02 \x01(\x06\"\x81\x01\n\x14UpdateWeightsRequest\x12\x15\n\rweights_epoch\x18\x01 \x01(\x06\x12(\n\x06source\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.WeightsSource\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\"?\n\x15UpdateWeightsResponse\x12&\n\x05taken\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.WeightsTaken\"{\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12\"\n\x04mode\x18\x02 \x01(\x0e\x32\x14.kvmesh.v1.PauseMode\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x0e\n\x06reason\x18\x05 \x01(\t\"<\n\rSleepResponse\x12+\n\x08released\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.MemoryReleased\"L\n\x0bWakeRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x13\n\x0bstay_paused\x18\x03 \x01(\x08\"O\n\x0cWakeResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x15\n\rweights_epoch\x18\x02 \x01(\x06\"I\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x81\x01\n\x0fProfileResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12%\n\x05ranks\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.RankProfile\"\xcd\x02\n\x0bRankProfile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12&\n\x05steps\x18\x03 \x03(\x0b\x32\x17.kvmesh.v1.ProfiledStep\x12.\n\tfunctions\x18\x04 \x03(\x0b\x32\x1b.kvmesh.v1.ProfiledFunction\x12\x13\n\x0bpiece_names\x18\x05 \x03(\t\x12\x13\n\x0bpiece_which\x18\x06 \x03(\r\x12\x17\n\x0fpiece_starts_ns\x18\x07 \x03(\x04\x12\x10\n\x08piece_ns\x18\x08 \x03(\x04\x12\x17\n\x0fpieces_left_out\x18\t \x01(\r\x12\x13\n\x0b\x62ytes_per_s\x18\n \x01(\x01\x12\x16\n\x0eproducts_per_s\x18\x0b \x01(\x01\x12+\n\x07\x65xperts\x18\x0c \x03(\x0b\x32\x1a.kvmesh.v1.ProfiledExperts\"0\n\x0fProfiledExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x04\"x\n\x0cProfiledStep\x12\x15\n\rstart_unix_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x64uration_ns\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\"\xa4\x01\n\x10ProfiledFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62usy_ns\x18\x02 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\x12\x15\n\rkv_read_bytes\x18\x04 \x01(\x04\x12\x18\n\x10kv_written_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x61\x63tivation_bytes\x18\x06 \x01(\x04\x12\x10\n\x08products\x18\x07 \x01(\x04\x32\xd2\x03\n\x08Instance\x12@\n\x07SetRole\x12\x19.kvmesh.v1.SetRoleRequest\x1a\x1a.kvmesh.v1.SetRoleResponse\x12@\n\x07Profile\x12\x19.kvmesh.v1.ProfileRequest\x1a\x1a.kvmesh.v1.ProfileResponse\x12:\n\x05Pause\x12\x17.kvmesh.v1.PauseRequest\x1a\x18.kvmesh.v1.PauseResponse\x12=\n\x06Resume\x12\x18.kvmesh.v1.ResumeRequest\x1a\x19.kvmesh.v1.ResumeResponse\x12R\n\rUpdateWeights\x12\x1f.kvmesh.v1.UpdateWeightsRequest\x1a .kvmesh.v1.UpdateWeightsResponse\x12:\n\x05Sleep\x12\x17.kvmesh.v1.SleepRequest\x1a\x18.kvmesh.v1.SleepResponse\x12\x37\n\x04Wake\x12\x16.kvmesh.v1.WakeRequest\x1a\x17.kvmesh.v1.WakeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvmesh/v1/instance.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\")\n\x08OrderRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tconductor\x18\x02 \x01(\t\"]\n\x10HoldOrderRequest\x12\"\n\x05order\x18\x01 \x01(\x0b\x32\x13.kvmesh.v1.OrderRef\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x92\x01\n\x11HoldOrderResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12$\n\x07held_by\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.OrderRef\x12\x0f\n\x07wait_ms\x18\x03 \x01(\r\x12\x0e\n\x06result\x18\x04 \x01(\x0c\x12\x0c\n\x04seen\x18\x05 \x01(\x08\"D\n\x0eSetRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"Y\n\x0fSetRoleResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1c\n\x03was\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\"\xa0\x01\n\x0cPauseRequest\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x14.kvmesh.v1.PauseMode\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\"\n\x05order\x18\n \x01(\x0b\x32\x13.kvmesh.v1.OrderRef\x12\x0e\n\x06\x66or_ms\x18\x0b \x01(\r\"H\n\rPauseResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\r\n\x05\x65nded\x18\x02 \x01(\r\"\xa6\x01\n\rResumeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\"\n\x05order\x18\n \x01(\x0b\x32\x13.kvmesh.v1.OrderRef\x12\x0e\n\x06result\x18\x0b \x01(\x0c\x12\x13\n\x0bneeds_epoch\x18\x0c \x01(\x06\x12\x13\n\x0bkeep_paused\x18\r \x01(\x08\x12\x0e\n\x06\x66or_ms\x18\x0e \x01(\r\x12\x12\n\nends_pause\x18\x0f \x01(\x08\"Q\n\x0eResumeResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x15\n\rweights_epoch\x18\x02 \x01(\x06\"\xa5\x01\n\x14UpdateWeightsRequest\x12\x15\n\rweights_epoch\x18\x01 \x01(\x06\x12(\n\x06source\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.WeightsSource\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\"\n\x05order\x18\n \x01(\x0b\x32\x13.kvmesh.v1.OrderRef\"?\n\x15UpdateWeightsResponse\x12&\n\x05taken\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.WeightsTaken\"\x9f\x01\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12\"\n\x04mode\x18\x02 \x01(\x0e\x32\x14.kvmesh.v1.PauseMode\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\"\n\x05order\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.OrderRef\"<\n\rSleepResponse\x12+\n\x08released\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.MemoryReleased\"[\n\x0bWakeRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\"\n\x05order\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.OrderRef\"O\n\x0cWakeResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x15\n\rweights_epoch\x18\x02 \x01(\x06\"I\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x81\x01\n\x0fProfileResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12%\n\x05ranks\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.RankProfile\"\xcd\x02\n\x0bRankProfile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12&\n\x05steps\x18\x03 \x03(\x0b\x32\x17.kvmesh.v1.ProfiledStep\x12.\n\tfunctions\x18\x04 \x03(\x0b\x32\x1b.kvmesh.v1.ProfiledFunction\x12\x13\n\x0bpiece_names\x18\x05 \x03(\t\x12\x13\n\x0bpiece_which\x18\x06 \x03(\r\x12\x17\n\x0fpiece_starts_ns\x18\x07 \x03(\x04\x12\x10\n\x08piece_ns\x18\x08 \x03(\x04\x12\x17\n\x0fpieces_left_out\x18\t \x01(\r\x12\x13\n\x0b\x62ytes_per_s\x18\n \x01(\x01\x12\x16\n\x0eproducts_per_s\x18\x0b \x01(\x01\x12+\n\x07\x65xperts\x18\x0c \x03(\x0b\x32\x1a.kvmesh.v1.ProfiledExperts\"0\n\x0fProfiledExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x04\"x\n\x0cProfiledStep\x12\x15\n\rstart_unix_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x64uration_ns\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\"\xa4\x01\n\x10ProfiledFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62usy_ns\x18\x02 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\x12\x15\n\rkv_read_bytes\x18\x04 \x01(\x04\x12\x18\n\x10kv_written_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x61\x63tivation_bytes\x18\x06 \x01(\x04\x12\x10\n\x08products\x18\x07 \x01(\x04\x32\x9a\x04\n\x08Instance\x12@\n\x07SetRole\x12\x19.kvmesh.v1.SetRoleRequest\x1a\x1a.kvmesh.v1.SetRoleResponse\x12@\n\x07Profile\x12\x19.kvmesh.v1.ProfileRequest\x1a\x1a.kvmesh.v1.ProfileResponse\x12:\n\x05Pause\x12\x17.kvmesh.v1.PauseRequest\x1a\x18.kvmesh.v1.PauseResponse\x12=\n\x06Resume\x12\x18.kvmesh.v1.ResumeRequest\x1a\x19.kvmesh.v1.ResumeResponse\x12R\n\rUpdateWeights\x12\x1f.kvmesh.v1.UpdateWeightsRequest\x1a .kvmesh.v1.UpdateWeightsResponse\x12:\n\x05Sleep\x12\x17.kvmesh.v1.SleepRequest\x1a\x18.kvmesh.v1.SleepResponse\x12\x37\n\x04Wake\x12\x16.kvmesh.v1.WakeRequest\x1a\x17.kvmesh.v1.WakeResponse\x12\x46\n\tHoldOrder\x12\x1b.kvmesh.v1.HoldOrderRequest\x1a\x1c.kvmesh.v1.HoldOrderResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.rpc.pb.instance_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SETROLEREQUEST']._serialized_start=63
-  _globals['_SETROLEREQUEST']._serialized_end=131
-  _globals['_SETROLERESPONSE']._serialized_start=133
-  _globals['_SETROLERESPONSE']._serialized_end=222
-  _globals['_PAUSEREQUEST']._serialized_start=224
-  _globals['_PAUSEREQUEST']._serialized_end=332
-  _globals['_PAUSERESPONSE']._serialized_start=334
-  _globals['_PAUSERESPONSE']._serialized_end=406
-  _globals['_RESUMEREQUEST']._serialized_start=408
-  _globals['_RESUMEREQUEST']._serialized_end=444
-  _globals['_RESUMERESPONSE']._serialized_start=446
-  _globals['_RESUMERESPONSE']._serialized_end=527
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=530
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=659
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=661
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=724
-  _globals['_SLEEPREQUEST']._serialized_start=726
-  _globals['_SLEEPREQUEST']._serialized_end=849
-  _globals['_SLEEPRESPONSE']._serialized_start=851
-  _globals['_SLEEPRESPONSE']._serialized_end=911
-  _globals['_WAKEREQUEST']._serialized_start=913
-  _globals['_WAKEREQUEST']._serialized_end=989
-  _globals['_WAKERESPONSE']._serialized_start=991
-  _globals['_WAKERESPONSE']._serialized_end=1070
-  _globals['_PROFILEREQUEST']._serialized_start=1072
-  _globals['_PROFILEREQUEST']._serialized_end=1145
-  _globals['_PROFILERESPONSE']._serialized_start=1148
-  _globals['_PROFILERESPONSE']._serialized_end=1277
-  _globals['_RANKPROFILE']._serialized_start=1280
-  _globals['_RANKPROFILE']._serialized_end=1613
-  _globals['_PROFILEDEXPERTS']._serialized_start=1615
-  _globals['_PROFILEDEXPERTS']._serialized_end=1663
-  _globals['_PROFILEDSTEP']._serialized_start=1665
-  _globals['_PROFILEDSTEP']._serialized_end=1785
-  _globals['_PROFILEDFUNCTION']._serialized_start=1788
-  _globals['_PROFILEDFUNCTION']._serialized_end=1952
-  _globals['_INSTANCE']._serialized_start=1955
-  _globals['_INSTANCE']._serialized_end=2421
+  _globals['_ORDERREF']._serialized_start=63
+  _globals['_ORDERREF']._serialized_end=104
+  _globals['_HOLDORDERREQUEST']._serialized_start=106
+  _globals['_HOLDORDERREQUEST']._serialized_end=199
+  _globals['_HOLDORDERRESPONSE']._serialized_start=202
+  _globals['_HOLDORDERRESPONSE']._serialized_end=348
+  _globals['_SETROLEREQUEST']._serialized_start=350
+  _globals['_SETROLEREQUEST']._serialized_end=418
+  _globals['_SETROLERESPONSE']._serialized_start=420
+  _globals['_SETROLERESPONSE']._serialized_end=509
+  _globals['_PAUSEREQUEST']._serialized_start=512
+  _globals['_PAUSEREQUEST']._serialized_end=672
+  _globals['_PAUSERESPONSE']._serialized_start=674
+  _globals['_PAUSERESPONSE']._serialized_end=746
+  _globals['_RESUMEREQUEST']._serialized_start=749
+  _globals['_RESUMEREQUEST']._serialized_end=915
+  _globals['_RESUMERESPONSE']._serialized_start=917
+  _globals['_RESUMERESPONSE']._serialized_end=998
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1001
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1166
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1168
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1231
+  _globals['_SLEEPREQUEST']._serialized_start=1234
+  _globals['_SLEEPREQUEST']._serialized_end=1393
+  _globals['_SLEEPRESPONSE']._serialized_start=1395
+  _globals['_SLEEPRESPONSE']._serialized_end=1455
+  _globals['_WAKEREQUEST']._serialized_start=1457
+  _globals['_WAKEREQUEST']._serialized_end=1548
+  _globals['_WAKERESPONSE']._serialized_start=1550
+  _globals['_WAKERESPONSE']._serialized_end=1629
+  _globals['_PROFILEREQUEST']._serialized_start=1631
+  _globals['_PROFILEREQUEST']._serialized_end=1704
+  _globals['_PROFILERESPONSE']._serialized_start=1707
+  _globals['_PROFILERESPONSE']._serialized_end=1836
+  _globals['_RANKPROFILE']._serialized_start=1839
+  _globals['_RANKPROFILE']._serialized_end=2172
+  _globals['_PROFILEDEXPERTS']._serialized_start=2174
+  _globals['_PROFILEDEXPERTS']._serialized_end=2222
+  _globals['_PROFILEDSTEP']._serialized_start=2224
+  _globals['_PROFILEDSTEP']._serialized_end=2344
+  _globals['_PROFILEDFUNCTION']._serialized_start=2347
+  _globals['_PROFILEDFUNCTION']._serialized_end=2511
+  _globals['_INSTANCE']._serialized_start=2514
+  _globals['_INSTANCE']._serialized_end=3052
 # @@protoc_insertion_point(module_scope)

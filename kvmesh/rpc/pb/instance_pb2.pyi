@@ -20,6 +20,98 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class OrderRef(_message.Message):
+    """Names one order for all instances of a model, and who carries it out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    CONDUCTOR_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """of 1 to 64 characters; the same where the order is repeated at another conductor"""
+    conductor: _builtins.str
+    """a process's life"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        conductor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrderRef: _TypeAlias = OrderRef  # noqa: Y015
+
+@_typing.final
+class HoldOrderRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    lease_ms: _builtins.int
+    """1,000 to 30,000"""
+    incarnation: _builtins.int
+    """NOT_FOUND when the instance lives another life; 0: whichever"""
+    @_builtins.property
+    def order(self) -> Global___OrderRef: ...
+    def __init__(
+        self,
+        *,
+        order: Global___OrderRef | None = ...,
+        lease_ms: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_ms", b"lease_ms", "order", b"order"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldOrderRequest: _TypeAlias = HoldOrderRequest  # noqa: Y015
+
+@_typing.final
+class HoldOrderResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    HELD_BY_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    SEEN_FIELD_NUMBER: _builtins.int
+    wait_ms: _builtins.int
+    """until that lease ends"""
+    result: _builtins.bytes
+    """not empty: not held, since this order was carried out, with this result"""
+    seen: _builtins.bool
+    """this order was begun here before, by whomever"""
+    @_builtins.property
+    def instance(self) -> _common_pb2.InstanceRef: ...
+    @_builtins.property
+    def held_by(self) -> Global___OrderRef:
+        """present: not held, since this one's lease runs"""
+
+    def __init__(
+        self,
+        *,
+        instance: _common_pb2.InstanceRef | None = ...,
+        held_by: Global___OrderRef | None = ...,
+        wait_ms: _builtins.int = ...,
+        result: _builtins.bytes = ...,
+        seen: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held_by", b"held_by", "instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_by", b"held_by", "instance", b"instance", "result", b"result", "seen", b"seen", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldOrderResponse: _TypeAlias = HoldOrderResponse  # noqa: Y015
+
+@_typing.final
 class SetRoleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -73,6 +165,8 @@ class PauseRequest(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    FOR_MS_FIELD_NUMBER: _builtins.int
     mode: _common_pb2.PauseMode.ValueType
     deadline_ms: _builtins.int
     """0: 60,000"""
@@ -80,6 +174,14 @@ class PauseRequest(_message.Message):
     """NOT_FOUND when the instance lives another life; 0: whichever"""
     reason: _builtins.str
     """for people"""
+    for_ms: _builtins.int
+    """0: until Resume; at most 604,800,000 (seven days)"""
+    @_builtins.property
+    def order(self) -> Global___OrderRef:
+        """The pause ends with the order. Absent: it is a pause by hand, which lasts until Resume, or for `for_ms`; refused
+        while an order runs.
+        """
+
     def __init__(
         self,
         *,
@@ -87,10 +189,12 @@ class PauseRequest(_message.Message):
         deadline_ms: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        order: Global___OrderRef | None = ...,
+        for_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "mode", b"mode", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "for_ms", b"for_ms", "incarnation", b"incarnation", "mode", b"mode", "order", b"order", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,16 +229,44 @@ class ResumeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    NEEDS_EPOCH_FIELD_NUMBER: _builtins.int
+    KEEP_PAUSED_FIELD_NUMBER: _builtins.int
+    FOR_MS_FIELD_NUMBER: _builtins.int
+    ENDS_PAUSE_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """as of PauseRequest"""
+    result: _builtins.bytes
+    """of the order, for those who repeat it; at most 65,536 bytes"""
+    needs_epoch: _builtins.int
+    """of the order: no work until the instance has weights of this epoch or a later one"""
+    keep_paused: _builtins.bool
+    """of the order: stays paused, as by hand"""
+    for_ms: _builtins.int
+    """with keep_paused: as of PauseRequest"""
+    ends_pause: _builtins.bool
+    """of the order: ends a pause by hand, too"""
+    @_builtins.property
+    def order(self) -> Global___OrderRef:
+        """Ends this order, and the pause that it has made. Absent: ends a pause by hand and a wait for newer weights; refused
+        while an order runs.
+        """
+
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
+        order: Global___OrderRef | None = ...,
+        result: _builtins.bytes = ...,
+        needs_epoch: _builtins.int = ...,
+        keep_paused: _builtins.bool = ...,
+        for_ms: _builtins.int = ...,
+        ends_pause: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends_pause", b"ends_pause", "for_ms", b"for_ms", "incarnation", b"incarnation", "keep_paused", b"keep_paused", "needs_epoch", b"needs_epoch", "order", b"order", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -171,6 +303,7 @@ class UpdateWeightsRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     weights_epoch: _builtins.int
     """names these weights for ever: greater than any that this instance has had"""
     deadline_ms: _builtins.int
@@ -179,6 +312,10 @@ class UpdateWeightsRequest(_message.Message):
     """as of PauseRequest"""
     @_builtins.property
     def source(self) -> _common_pb2.WeightsSource: ...
+    @_builtins.property
+    def order(self) -> Global___OrderRef:
+        """FAILED_PRECONDITION unless it is held; repeated, it is answered as the first time"""
+
     def __init__(
         self,
         *,
@@ -186,10 +323,11 @@ class UpdateWeightsRequest(_message.Message):
         source: _common_pb2.WeightsSource | None = ...,
         deadline_ms: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        order: Global___OrderRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "source", b"source", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "order", b"order", "source", b"source", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,6 +362,7 @@ class SleepRequest(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     level: _builtins.int
     """0, 1: weights are kept in host memory; 2: they are dropped"""
     mode: _common_pb2.PauseMode.ValueType
@@ -233,6 +372,10 @@ class SleepRequest(_message.Message):
     """as of PauseRequest"""
     reason: _builtins.str
     """for people"""
+    @_builtins.property
+    def order(self) -> Global___OrderRef:
+        """as of PauseRequest"""
+
     def __init__(
         self,
         *,
@@ -241,10 +384,11 @@ class SleepRequest(_message.Message):
         deadline_ms: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        order: Global___OrderRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "level", b"level", "mode", b"mode", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "level", b"level", "mode", b"mode", "order", b"order", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -276,22 +420,25 @@ class WakeRequest(_message.Message):
 
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    STAY_PAUSED_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """0: 600,000"""
     incarnation: _builtins.int
     """as of PauseRequest"""
-    stay_paused: _builtins.bool
+    @_builtins.property
+    def order(self) -> Global___OrderRef:
+        """as of PauseRequest"""
+
     def __init__(
         self,
         *,
         deadline_ms: _builtins.int = ...,
         incarnation: _builtins.int = ...,
-        stay_paused: _builtins.bool = ...,
+        order: Global___OrderRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "stay_paused", b"stay_paused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

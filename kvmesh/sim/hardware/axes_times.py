@@ -15,6 +15,7 @@ that decode are at all ranks of cp.
                            a gather of Q and a reduce-scatter of what each rank found (joined by log-sum-exp)
     decode attention       KV read / (cp · dcp); with dcp a gather of Q over dcp and a reduce-scatter of the answers,
                            with cp an all-reduce of them
+    drafts                 a row's queries are so many in all of these but in what attention reads
     pipeline               a stage has its layers' part of all that; chunks follow one another
                            (kvmesh.chunk_pipeline), rows go round in as many micro-batches as stages
 
@@ -30,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvmesh.chunk_pipeline import ChunkCost, bounded_borders, pipeline_ends, stage_layers
+from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.cache_groups import is_single
 from kvmesh.services.prefill.planner import LEAST_SHARE
@@ -37,6 +39,7 @@ from kvmesh.sim.hardware.collectives import Fabric, MeshAxes, RankSpan, span, st
 from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
 from kvmesh.sim.hardware.node_room import BF16, WEIGHTS, token_bytes
 from kvmesh.sim.hardware.shapes import ModelShape
+from kvmesh.sim.hardware.speculation import HEAD_PAGES, head_shape
 from kvmesh.sim.hardware.times import (
     NodeSpec,
     Pieces,
@@ -70,13 +73,14 @@ class AxesRoofline:
         chunk_tokens: int = CHUNK_TOKENS,
         block_tokens: int = 1,
         node: int = GPUS_OF_A_NODE,
+        mtp: bool = False,
     ) -> None:
         """`weight_dtype` is a kind of `node_room.WEIGHTS`. With `fp8_products` matrices are multiplied, and tokens
         dispatched, in FP8. `mlp_over`=("tp",) keeps MLPs whole at each rank of cp, which then multiplies its own tokens
         alone. A token's experts lie on at most `expert_nodes` nodes. `micro_batches`=2 hides all-to-all of rows under
         the other half's computing. A prompt is cut into chunks of equal compute, none over `chunk_tokens`, where a
-        pipeline has several stages. Raises ConfigError for axes that the model's heads or layers do not divide by, or a
-        GPU that lacks units for FP8."""
+        pipeline has several stages. `mtp` loads the model's MTP head. Raises ConfigError for axes that the model's
+        heads or layers do not divide by, or a GPU that lacks units for FP8."""
         if weight_dtype not in WEIGHTS:
             raise ConfigError(
                 f"weight_dtype={weight_dtype!r}: choose one of {', '.join(WEIGHTS)}", field="weight_dtype"
@@ -125,7 +129,8 @@ class AxesRoofline:
         self._window_pair_s = layer_pair_s * shape.window_layers
         self.kv_rank_bytes = kv_rank / (axes.cp * axes.dcp)  # of a token at one rank, all layers
         row_pair_s = row_pair_flops(shape) / (axes.cp * axes.tp * gpu.flops * reached.attention)
-        self._row_s = max(row_pair_s, self.kv_rank_bytes / max(1, shape.kv_layers) * self._read_s)
+        self._row_pair_s = row_pair_s
+        self._row_read_s = self.kv_rank_bytes / max(1, shape.kv_layers) * self._read_s
         self._context_s = self.kv_rank_bytes * self._read_s
         self._delta_s = 6.0 * shape.delta_numbers / (axes.cp * axes.tp * gpu.flops * reached.attention)
         self._state_s = 2 * shape.state_bytes(kv_dtype) / axes.tp * self._read_s
@@ -135,6 +140,21 @@ class AxesRoofline:
         self._row_q = wide * (shape.kv_lora_rank + shape.rope_dim if shape.mla else shape.head_dim) * BF16
         self._row_o = wide * (shape.kv_lora_rank if shape.mla else shape.value_dim) * BF16
         self._hidden = shape.hidden * BF16
+        self._head: AxesRoofline | None = None
+        if mtp:  # the last stage has it
+            self._head = AxesRoofline(
+                replace(gpu, efficiency=replace(reached, step_s=reached.head_s)),
+                Axes(axes.dp, 1, axes.cp, axes.tp, axes.ep, axes.dcp),
+                head_shape(shape),
+                weight_dtype=weight_dtype,
+                kv_dtype=kv_dtype,
+                fp8_products=fp8_products,
+                tensor_experts=tensor_experts,
+                mlp_over=mlp_over,
+                skew=skew,
+                expert_nodes=expert_nodes,
+                node=node,
+            )
 
     def _check_heads(self, kv_dtype: str) -> int:
         axes = self.axes
@@ -150,19 +170,25 @@ class AxesRoofline:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of weights at the rank that has the most of them."""
+        """Bytes of weights at the rank that has the most of them; an MTP head's vocabulary is the model's."""
+        shape = self.shape
+        vocabulary = shape.params - shape.layer_params
+        ends = 1 if self.axes.pp == 1 else max(1, vocabulary // shape.head_params)  # embedding and head lie apart
+        head = self._head._layer_bytes() if self._head is not None else 0.0
+        return self._layer_bytes() + vocabulary / ends * self._of_head / self.axes.tp + head
+
+    def _layer_bytes(self) -> float:
         shape, part = self.shape, self.layers[0] / self.shape.layers
         experts = shape.expert_layers * shape.experts * shape.expert_params * self._of_expert / self._expert_ranks
         others = shape.attention_params / self.axes.tp + shape.dense_params / self._mlp.ranks
-        vocabulary = shape.params - shape.layer_params
-        ends = 1 if self.axes.pp == 1 else max(1, vocabulary // shape.head_params)  # embedding and head lie apart
-        return part * (experts + others * self._of_other) + vocabulary / ends * self._of_head / self.axes.tp
+        return part * (experts + others * self._of_other)
 
     @property
     def slot_tokens(self) -> int:
         """Tokens of KV that one copy of dp holds; 0 or less: the weights do not fit."""
         room = self.gpu.memory_bytes * self.gpu.efficiency.device_memory - self.weight_bytes
-        return math.floor(room / (self.kv_rank_bytes * self._kept_share * self.layers[0] / self.shape.layers))
+        layers = self.layers[0] + (HEAD_PAGES if self._head is not None else 0.0)
+        return math.floor(room / (self.kv_rank_bytes * self._kept_share * layers / self.shape.layers))
 
     @property
     def kv_tokens(self) -> int:
@@ -176,7 +202,7 @@ class AxesRoofline:
         the longest first, each where there is the least."""
         return self._stages_s(self._deal(pieces), 0, 0.0)
 
-    def send_s(self, tokens: int) -> float:
+    def send_s(self, tokens: float) -> float:
         """Returns the seconds until so many tokens' activations are at the next stage."""
         shared = self.axes.cp * self.axes.tp
         return self.fabric.send_s(tokens / shared * self._hidden, apart=self._apart) if self.axes.pp > 1 else 0.0
@@ -221,27 +247,40 @@ class AxesRoofline:
     def decode_s(self, batch: int, context_tokens: float) -> float:
         """See `times.Times`: rows and contexts are even over the copies of dp. Over several stages it is the round in
         which each of as many micro-batches makes its tokens."""
+        return self._decode_s(batch, context_tokens, 1.0)
+
+    def _decode_s(self, batch: int, context_tokens: float, queries: float) -> float:
         dp, stages = self.axes.dp, self.axes.pp
         parts = min(stages, max(1, math.ceil(batch / dp)))
         rows = math.ceil(batch / parts)
         if self._micro_batches == 2 and rows >= 2 * dp:
-            times = self._overlapped(rows, context_tokens / parts)
+            times = self._overlapped(rows, context_tokens / parts, queries)
         else:
-            times = self._stages_s([[]] * dp, rows, context_tokens / parts)
+            times = self._stages_s([[]] * dp, rows, context_tokens / parts, queries)
         if stages == 1:
             return times[0]
-        send_s = self.send_s(math.ceil(rows / dp))
+        send_s = self.send_s(math.ceil(rows / dp) * queries)
         return max(sum(times) + stages * send_s, parts * max(times))
 
     def mixed_s(self, pieces: Pieces, batch: int, context_tokens: float) -> float:
         """See `times.Times`; over several stages rows and chunks go through them once."""
+        return self.drafted_s(pieces, batch, context_tokens, 1.0)
+
+    def drafted_s(self, pieces: Pieces, batch: int, context_tokens: float, queries: float) -> float:
+        """See `speculation.SpeculationTimes`."""
         if not pieces:
-            return self.decode_s(batch, context_tokens)
+            return self._decode_s(batch, context_tokens, queries)
         if not batch:
             return self.prefill_s(pieces)
-        times = self._stages_s(self._deal(pieces), batch, context_tokens)
-        tokens = sum(computed for computed, _ in pieces) + batch
+        times = self._stages_s(self._deal(pieces), batch, context_tokens, queries)
+        tokens = sum(computed for computed, _ in pieces) + batch * queries
         return sum(times) + (self.axes.pp - 1) * self.send_s(tokens)
+
+    def head_s(self, batch: int, answer_tokens: float, queries: float = 1.0) -> float:
+        """See `speculation.SpeculationTimes`. Raises ConfigError without a head."""
+        if self._head is None:
+            raise ConfigError(f"speculate='mtp': {self.shape.name} is there without its MTP head", field="speculate")
+        return self._head.drafted_s((), batch, answer_tokens, queries)
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────────
 
@@ -254,44 +293,49 @@ class AxesRoofline:
             loads[least] += computed
         return slots
 
-    def _stages_s(self, slots: Sequence[Pieces], batch: int, context_tokens: float) -> list[float]:
+    def _stages_s(
+        self, slots: Sequence[Pieces], batch: int, context_tokens: float, queries: float = 1.0
+    ) -> list[float]:
         """Returns the seconds of each stage for pieces of each copy and rows of all."""
-        compute_s, talk_s, head_s = self._whole_s(slots, batch, context_tokens)
+        compute_s, talk_s, head_s = self._whole_s(slots, batch, context_tokens, queries)
         layers = self.shape.layers
         found = [self._step_s + (compute_s + talk_s) * own / layers for own in self.layers]
         found[-1] += head_s
         return found
 
-    def _overlapped(self, rows: int, context_tokens: float) -> list[float]:
+    def _overlapped(self, rows: int, context_tokens: float, queries: float) -> list[float]:
         """Returns the same for rows in two halves, of which one computes while the other's tokens are on their way; the
         dense layers take them together, so weights of those are read once."""
         half = -(-rows // 2)
         none: list[Pieces] = [[]] * self.axes.dp
-        compute_s, talk_s, head_s = self._whole_s(none, half, context_tokens / 2)
+        compute_s, talk_s, head_s = self._whole_s(none, half, context_tokens / 2, queries)
         shape = self.shape
         moe = shape.expert_layers / shape.layers
-        together, apart_s, _ = self._whole_s(none, rows, context_tokens)
+        together, apart_s, _ = self._whole_s(none, rows, context_tokens, queries)
         both_s = max(2 * compute_s, 2 * talk_s) * moe + (together + apart_s) * (1 - moe)
         found = [self._step_s + both_s * own / shape.layers for own in self.layers]
         found[-1] += head_s
         return found
 
-    def _whole_s(self, slots: Sequence[Pieces], batch: int, context_tokens: float) -> tuple[float, float, float]:
-        """Returns (computing, collectives, head) of all layers."""
+    def _whole_s(
+        self, slots: Sequence[Pieces], batch: int, context_tokens: float, queries: float
+    ) -> tuple[float, float, float]:
+        """Returns (computing, collectives, head) of all layers; each row has so many queries on average."""
         axes, shape, dp = self.axes, self.shape, self.axes.dp
         rows = math.ceil(batch / dp)
+        asked = rows * queries
         of_slot = [sum(computed for computed, _ in pieces) for pieces in slots]
         most = max(of_slot, default=0)
-        everywhere = sum(of_slot) + batch
-        split = most / axes.cp + rows  # tokens that a rank multiplies with attention's matrices
-        sampled = max((len(pieces) for pieces in slots), default=0) + rows
+        everywhere = sum(of_slot) + batch * queries
+        split = most / axes.cp + asked  # tokens that a rank multiplies with attention's matrices
+        sampled = max((len(pieces) for pieces in slots), default=0) + asked
 
-        compute_s = self._products_s(split, most + rows, everywhere)
+        compute_s = self._products_s(split, most + asked, everywhere)
         head_s = self._bound_s(shape.head_params / axes.tp, sampled, self._of_head, self._head_flop_s)
         attention_s = max((self._pieces_s(pieces) for pieces in slots), default=0.0)
         if rows:
-            attention_s += self._rows_s(rows, context_tokens / dp)
-        talk_s = self._talk_s(split, most, rows, everywhere, slots)
+            attention_s += self._rows_s(rows, context_tokens / dp, queries)
+        talk_s = self._talk_s(split, most, asked, everywhere, slots)
         return compute_s + attention_s, talk_s, head_s
 
     def _bound_s(self, params: float, tokens: float, of_value: float, flop_s: float) -> float:
@@ -345,15 +389,16 @@ class AxesRoofline:
                 read_s += self._state_s
         return max(pairs_s, read_s)
 
-    def _rows_s(self, rows: int, context_tokens: float) -> float:
-        """Returns the seconds of attention of one copy's rows."""
+    def _rows_s(self, rows: int, context_tokens: float, queries: float) -> float:
+        """Returns the seconds of attention of one copy's rows: their KV is read once for all queries of a row."""
         shape = self.shape
         seen = context_tokens * (shape.kv_layers - shape.window_layers)
         if shape.window_layers:
             seen += min(context_tokens, float(rows * shape.window)) * shape.window_layers
-        return self._row_s * seen + rows * max(self._delta_s, self._state_s)
+        row_s = max(self._row_pair_s * queries, self._row_read_s)
+        return row_s * seen + rows * max(self._delta_s * queries, self._state_s)
 
-    def _talk_s(self, split: float, most: int, rows: int, everywhere: float, slots: Sequence[Pieces]) -> float:
+    def _talk_s(self, split: float, most: int, rows: float, everywhere: float, slots: Sequence[Pieces]) -> float:
         """Returns the seconds of all layers' collectives."""
         axes, shape, fabric = self.axes, self.shape, self.fabric
         tokens = most + rows

@@ -283,6 +283,7 @@ class ModelShape:
     expert_layers: int = 0
     experts: int = 0  # of a layer; a token passes `experts_per_token` of them
     experts_per_token: int = 0
+    shared_params: int = 0  # of one expert layer: those that every token passes beside its experts
     tied: bool = False  # one matrix is both embedding and head
     kv_layers: int = 0  # those that keep KV at all
     window_layers: int = 0  # of those, which see the last `window` tokens alone
@@ -474,6 +475,7 @@ def _feed_forward(told: Fields, layers: int, hidden: int) -> tuple[int, dict[str
     return dense + sparse * (matrices * hidden * shared + hidden * experts), {
         "expert_params": matrices * hidden * inner,
         "expert_layers": sparse,
+        "shared_params": matrices * hidden * shared + hidden * experts,
         "experts": experts,
         "experts_per_token": told.count("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
     }

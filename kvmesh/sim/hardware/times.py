@@ -27,6 +27,7 @@ from kvmesh.services.conductor.costs.file import Costs
 from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
 from kvmesh.sim.hardware.node_room import token_bytes
 from kvmesh.sim.hardware.shapes import ModelShape, itemsize
+from kvmesh.sim.hardware.speculation import Speculation
 
 Pieces = Sequence[tuple[int, int]]
 
@@ -70,7 +71,12 @@ class NodeSpec:
     kv_bytes_per_token: int
     groups: tuple[tuple[CacheGroup, int], ...] = ()  # with bytes of a value; (): one group that keeps all
     slots: int = 1  # copies of dp: each has an equal part of `kv_tokens`, and rows of its own
+    speculation: Speculation | None = None  # of rows; None: a step makes one token of each
     pipeline: Pipeline | None = None  # of prefill; None: one stage, whose steps take `times.prefill_s`
+
+    def token_s(self, batch: int, context_tokens: float) -> float:
+        """Returns the seconds in which each of `batch` rows makes a token, as far as that can be foreseen."""
+        return (self.speculation or self.times).decode_s(batch, context_tokens)
 
 
 def attended(computed: int, cached: int) -> float:

@@ -76,15 +76,21 @@ def chosen(
         one = known.get(name)
         if one is None:
             raise InvalidRequest.of("folder", name, "there is none of this name")
-        if one.weights in served:
+        if _serves(served, one.weights):
             raise InvalidRequest.of("folder", name, f"the mesh serves its weights ({one.identity})")
         if one.identity and one.weights is None:
             raise InvalidRequest.of("folder", name, f"holds no KV of a model ({one.identity})")
     return [one for one in found if one.name in names or _old(one, older_than, served, now)]
 
 
+def _serves(served: Collection[Weights], weights: Weights | None) -> bool:
+    """Whether instances that serve these weights may use a folder of those. A folder is named after the epoch that an
+    instance was started with; updates give it later ones, whose blocks it keeps there, too."""
+    return weights is not None and any(weights[0] == of and weights[1] <= epoch for of, epoch in served)
+
+
 def _old(one: Folder, older_than: timedelta | None, served: Collection[Weights], now: datetime) -> bool:
-    known = one.weights is not None and one.weights not in served
+    known = one.weights is not None and not _serves(served, one.weights)
     return known and older_than is not None and now - one.newest > older_than
 
 

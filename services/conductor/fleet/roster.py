@@ -36,7 +36,11 @@ class Fleet:
         self._round: list[Instance] = []  # as `_instances`, as long as nobody comes or goes
         self._kin: dict[str, Counter[tuple[object, ...]]] = {}  # instances by model name and KV identity
         self.known_models: dict[str, None] = {}  # ever served here
-        self._newest: dict[tuple[str, str], NewestWeights] = {}  # ever told, by model name and fingerprint
+        # By model name and fingerprint: which weights an order here has made, how many instances have which, and the
+        # newest that are believed.
+        self._ordered: dict[tuple[str, str], NewestWeights] = {}
+        self._weights: dict[tuple[str, str], Counter[NewestWeights]] = {}
+        self._newest: dict[tuple[str, str], NewestWeights] = {}
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -91,8 +95,8 @@ class Fleet:
         self._round = []
         model = event.model
         fits = self._fits.setdefault((model.name, model.compute_identity), ModelFits())
-        told = NewestWeights(model.weights_epoch, model.weights_path)
-        self._newest[model.name, model.fingerprint] = max(self.newest_weights(model), told)
+        self._weights.setdefault((model.name, model.fingerprint), Counter())[_weights_of(model)] += 1
+        self._learn_weights(model.name, model.fingerprint)
         instance = self._instances[event.ref.instance_id] = Instance(
             event, slot, fits, MembershipLease(pulse), now, self._confidence
         )
@@ -113,18 +117,43 @@ class Fleet:
         instance.leave()
         model = instance.model
         self._kin[model.name] -= Counter([model.kv_identity])
+        self._weights[model.name, model.fingerprint] -= Counter([_weights_of(model)])
+        self._learn_weights(model.name, model.fingerprint)
         if replaced:
             self._replaced[instance.ref.life] = None
             if len(self._replaced) > MAX_REPLACED:
                 self._replaced.popitem(last=False)
 
+    def weights_ordered(self, name: str, fingerprint: str, weights: NewestWeights) -> None:
+        """Takes it that an order has given a model these weights. They are forgotten with its last instance."""
+        known = self._ordered.get((name, fingerprint), NewestWeights())
+        self._ordered[name, fingerprint] = max(known, weights)
+        self._learn_weights(name, fingerprint)
+
+    def _learn_weights(self, name: str, fingerprint: str) -> None:
+        """Believes the newest weights that an order here has made, or whose epoch at least half of the model's
+        instances have reached: one instance alone, whatever it says of itself, must not take the work from all others,
+        nor have them read a folder that it names."""
+        key = name, fingerprint
+        there = self._weights.get(key)
+        if not there:
+            for known in (self._weights, self._ordered, self._newest):
+                known.pop(key, None)
+            return
+        half, reached = there.total() / 2, 0
+        for weights in sorted(there, reverse=True):
+            reached += there[weights]
+            if reached >= half:
+                self._newest[key] = max(weights, self._ordered.get(key, NewestWeights()))
+                return
+
     def newest_weights(self, model: ModelCard) -> NewestWeights:
-        """Returns the newest weights of this model that any instance has had."""
+        """Returns the newest weights of this model that are believed."""
         return self._newest.get((model.name, model.fingerprint), NewestWeights())
 
     def stale(self, instance: Instance) -> str:
-        """Returns why an instance must get no work though it is ready: others have had newer weights than it has; ""
-        where none have. One that starts anew has the weights of its checkpoint again."""
+        """Returns why an instance must get no work though it is ready: its model has newer weights; "" where it has
+        not. One that starts anew has the weights of its checkpoint again."""
         own, newest = instance.model.weights_epoch, self.newest_weights(instance.model)
         if own >= newest.epoch:
             return ""
@@ -181,6 +210,10 @@ class Fleet:
             if theirs != ours
         ]
         return f"its KV does not fit {other.ref.instance_id}, which has {' and '.join(differs)}"
+
+
+def _weights_of(model: ModelCard) -> NewestWeights:
+    return NewestWeights(model.weights_epoch, model.weights_path)
 
 
 def _invalid(event: Register) -> InvalidRequest | None:

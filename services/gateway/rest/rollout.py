@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -31,6 +32,7 @@ MODES = {
     "wait": common_pb2.PAUSE_MODE_FINISH,
 }
 MOST_S = 3600.0
+MOST_PAUSE_S = 7 * 86_400.0
 Mode = Annotated[
     str | None,
     Field(
@@ -48,6 +50,10 @@ class PauseBody(Strict):
     model: str | None = None
     mode: Mode = None
     timeout_s: Seconds = None
+    for_s: Annotated[
+        float | None,
+        Field(description="The model goes on by itself then. Default: when it is resumed", gt=0, le=MOST_PAUSE_S),
+    ] = None
 
 
 class ResumeBody(Strict):
@@ -135,7 +141,10 @@ class PauseCall(RolloutCall[PauseBody]):
         """See QueryCall."""
         timeout_s = read.timeout_s or 60.0
         request = conductor_pb2.PauseModelRequest(
-            model=self._model(read.model, caller), mode=_mode(read.mode), deadline_ms=round(timeout_s * 1000)
+            model=self._model(read.model, caller),
+            mode=_mode(read.mode),
+            deadline_ms=round(timeout_s * 1000),
+            for_ms=math.ceil((read.for_s or 0) * 1000),
         )
         answer = await self.core.conductor.order("PauseModel", request, timeout_s)
         return orjson.dumps({"model": answer.model, "ended": answer.ended, "instances": answer.instances})
@@ -238,7 +247,6 @@ class WakeCall(RolloutCall[WakeBody]):
             "model": answer.model,
             "weights_epoch": answer.weights_epoch,
             "instances": answer.instances,
-            "paused": answer.paused,
         }
         return orjson.dumps(told)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,62 @@ def test_sinks_take_part_in_the_softmax(longest: int, sees: tuple[int, int], dev
     got, wanted = attended(paged(shape, LENGTHS, device), LENGTHS, spec, longest)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
     assert not got[2].any()
+
+
+# Rows of each request, the last of which sees as many tokens as DRAFTED says: a border of a page and of a window lies
+# between rows of one request; the third has more rows than a program of 4 takes.
+SINKS = torch.tensor([0.0, -3.0, 2.0, 40.0])
+ROWS, DRAFTED = (1, 4, 7, 2, 1), (1, 41, 75, 17, 40)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "queries", "longest"),
+    [
+        (Shape(8, 2, 24, 16), AttentionSpec(0.2), 2, 99),
+        (Shape(8, 2, 24, 16), AttentionSpec(0.2), 8, 1),
+        (Shape(7, 1, 64, 64, torch.float16), AttentionSpec(0.2), 4, 1),
+        (Shape(2, 2, 16, 16), AttentionSpec(0.3, window=20), 8, 99),
+        (Shape(2, 2, 16, 16), AttentionSpec(0.3, window=1), 4, 1),
+        (Shape(2, 2, 16, 16), AttentionSpec(0.3, chunk=16, softcap=3.0), 8, 1),
+        (Shape(4, 2, 24, 16), AttentionSpec(0.3, window=20, sinks=SINKS), 4, 1),
+        (Shape(4, 2, 24, 16), AttentionSpec(0.3, chunk=24, sinks=SINKS), 8, 99),
+        (Shape(4, 1, 64, 16, torch.bfloat16), AttentionSpec(0.2), 8, 2),
+    ],
+    ids=range(9),
+)
+def test_rows_of_a_request_share_a_program(
+    shape: Shape, spec: AttentionSpec, queries: int, longest: int, device: torch.device
+) -> None:
+    """Uneven requests, rows behind them that stand for none, unused entries of the list, NaN where no token is."""
+    from kvmesh.engine.kernels.decode import paged_decode, requests_of, scratch_elements, shares_of
+    from kvmesh.engine.kernels.tiles import tiles_for
+
+    shape = supported(shape, device)
+    batch = paged(shape, DRAFTED, device)
+    spec = spec if spec.sinks is None else replace(spec, sinks=spec.sinks.to(device))
+    lengths = np.concatenate([np.arange(end - count, end) + 1 for count, end in zip(ROWS, DRAFTED, strict=True)])
+    counts = requests_of(np.array(ROWS), queries)
+    assert counts.sum() == sum(ROWS) and counts.max() == min(queries, 7)
+    owners = np.repeat(np.arange(len(ROWS)), ROWS)  # of each row: whose table it has
+    firsts = np.cumsum(counts) - counts
+    tile = tiles_for(shape.dim, shape.dtype.itemsize, shape.block).keys
+    shares, joins = shares_of(lengths, spec.window, tile, longest, spec.chunk, requests=counts)
+    work = np.concatenate((shares, np.zeros((2, 4), np.int32)))
+    rows = len(lengths) + 2
+    joins = np.concatenate((joins, np.zeros((2, 3), np.int32)))
+    slots = int((joins[:, 1]).sum())
+    qkv, lens = batch.qkv(rows), torch.tensor([*lengths, 0, 0], dtype=torch.int32, device=device)
+    scratch = torch.full((scratch_elements(slots, shape.heads, shape.dim),), torch.nan, device=device)
+    out = torch.full((rows, shape.heads * shape.dim), torch.nan, dtype=shape.dtype, device=device)
+    paged_decode(
+        qkv, batch.pages, batch.table[owners[firsts]], lens, torch.from_numpy(work).to(device),
+        torch.from_numpy(joins).to(device), spec, scratch, out,
+        requests=torch.from_numpy(np.stack((firsts, counts), 1).astype(np.int32)).to(device), queries=queries,
+    )  # fmt: skip
+    table = batch.table[[*owners, 0, 0]]
+    wanted = decode_oracle.paged_decode(qkv, batch.pages, table, lens, spec)
+    torch.testing.assert_close(out.double(), wanted, atol=shape.tolerance, rtol=shape.tolerance)
+    assert not out[-2:].any(), "rows that stand for none leave zeros"
 
 
 CASES = {

@@ -120,6 +120,58 @@ def test_decode_equals_the_oracle(
         torch.testing.assert_close(out[i].double(), wanted if length else wanted * 0, atol=near, rtol=near)
 
 
+@pytest.mark.parametrize(
+    ("heads", "latent", "rope", "block", "dtype", "queries", "longest"),
+    [
+        (3, 33, 6, 16, torch.float32, 8, 99),
+        (3, 33, 6, 16, torch.float32, 4, 1),  # a tile of heads of several rows
+        (17, 64, 16, 32, torch.float32, 2, 1),  # several tiles, some of rows that a request does not have
+        (16, 512, 64, 64, torch.float16, 8, 1),
+    ],
+    ids=str,
+)
+def test_rows_of_a_request_share_a_program(
+    heads: int, latent: int, rope: int, block: int, dtype: torch.dtype, queries: int, longest: int, device: torch.device
+) -> None:
+    from kvmesh.engine.kernels.decode import requests_of, scratch_elements, shares_of
+    from kvmesh.engine.kernels.latent_decode import latent_decode, variant_for
+
+    made = torch.Generator().manual_seed(heads)
+    variant = variant_for(heads * queries, latent, dtype.itemsize, (9, 0))
+    rows, ends = np.array([1, 4, 7, 2]), np.array([1, 42, 75, 17])
+    pages = -(-ends // block)
+    order = torch.randperm(int(pages.sum()) + 3, generator=made).tolist()
+    pool = torch.full((len(order), 2, block, latent + rope), torch.nan, dtype=dtype, device=device)
+    table = torch.full((len(ends), int(pages.max()) + 1), -1, dtype=torch.int32)
+    contexts = []
+    for request, end in enumerate(ends.tolist()):
+        contexts.append(torch.randn(end, latent + rope, generator=made).to(device, dtype))
+        for at in range(0, end, block):
+            table[request, at // block] = page = order.pop()
+            pool[page, 1, : min(block, end - at)] = contexts[-1][at : at + block]
+    lengths = np.concatenate([np.arange(end - count, end) + 1 for count, end in zip(rows, ends, strict=True)])
+    owners, counts = np.repeat(np.arange(len(ends)), rows), requests_of(rows, queries)
+    firsts = np.cumsum(counts) - counts
+    work, joins = shares_of(lengths, 0, variant.keys, longest, requests=counts)
+    slots = int(joins[:, 1].sum())
+    q = torch.randn(len(lengths), heads, latent + rope, generator=made).to(device, dtype)
+    scratch = torch.full((scratch_elements(slots, heads, latent),), torch.nan, device=device)
+    out = torch.full((len(lengths), heads, latent), torch.nan, dtype=dtype, device=device)
+    arrays = (lengths, work, joins, np.stack((firsts, counts), 1))
+    lens, work, joins, requests = (torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays)
+    split, scale = q.transpose(0, 1).contiguous().transpose(0, 1), (latent + rope) ** -0.5
+    latent_decode(
+        split[..., :latent], q[..., latent:], pool[:, 1], table[owners[firsts]].to(device), None, lens, work, joins,
+        scale, scratch, out, variant, requests=requests, queries=queries,
+    )  # fmt: skip
+    for row, (owner, length) in enumerate(zip(owners.tolist(), lengths.tolist(), strict=True)):
+        keys = contexts[owner][:length].double()
+        wanted = torch.softmax(q[row].double() @ keys.T * scale, -1) @ keys[:, :latent]
+        torch.testing.assert_close(
+            out[row].double(), wanted, atol=LATENT_TOLERANCE[dtype], rtol=LATENT_TOLERANCE[dtype]
+        )
+
+
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -43,7 +43,7 @@ SHAPES = (
     ("fp32", 96, 4, 32, False),
 )
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-INT32 = ("of_token", "table", "owners", "work", "joins", "lengths", "slots", "source", "target", "bits")
+INT32 = ("of_token", "table", "owners", "requests", "work", "joins", "lengths", "slots", "source", "target", "bits")
 FLOAT32 = ("sinks", "partial", "weights", "answers", "log_decay", "rate", "states", "lse")
 FLOAT64 = ("temperature", "min_p", "sums", "noise", "least", "goals", "befores", "found", "cuts")
 INT64 = ("rows", "tokens", "ranges", "runs", "order", "owners", "tile_ends", "row_ends", "counts", "masks")
@@ -138,19 +138,27 @@ def main(capability: int, part: str = "") -> None:
         size = {"DIM": dim, "PADDED": tiles.padded_dim}
         paged = size | {"TILE": tiles.keys, "GROUP": group, "BLOCK_TOKENS": block, "CAPPED": capped, "SINKS": True}
         paged["CHUNKED"] = False
-        attend = {"warps": decode.ATTEND["num_warps"], "stages": decode.ATTEND["num_stages"]}
         show("write", dtype, dim, write._write, 1, **size)
-        show("decode", dtype, dim, decode._attend, **attend, **paged, PADDED_GROUP=power_of_two(group))
+        of_rows = {}  # one row, and rows with a draft
+        for queries in (1, decode.queries_for(decode.MOST_QUERIES, group)):
+            padded = power_of_two(group * queries)
+            attend = {"warps": decode.warps_for(padded), "stages": decode.STAGES}
+            of_rows[queries] = attend | {"PADDED_GROUP": padded, "QUERIES": queries}
+            name = "decode" if queries == 1 else "decode/drafts"
+            show(name, dtype, dim, decode._attend, **of_rows[queries], **paged)
         if (dtype, dim) == ("bf16", 128):  # Llama 4's
             chunked = paged | {"SINKS": False, "CHUNKED": True}
             cut = prefill.usual(dim, ITEMSIZE[dtype], block)
             of_cut = {"TILE": cut.keys, "QUERIES": cut.queries, "FOLDED": cut.folded}
-            show("decode/chunked", dtype, dim, decode._attend, **attend, **chunked, PADDED_GROUP=power_of_two(group))
+            for queries, constants in of_rows.items():
+                name = "decode/chunked" if queries == 1 else "decode/chunked/drafts"
+                show(name, dtype, dim, decode._attend, **constants, **chunked)
             show("prefill/chunked", dtype, dim, prefill._attend, cut.warps, cut.stages, **chunked | of_cut)
         join = size | {"AT_ONCE": decode.JOINED_AT_ONCE}
-        show("join", dtype, dim, decode._join, 4, **join, SINKS=True, PARTS=False)
+        show("join", dtype, dim, decode._join, 4, **join, SINKS=True, PARTS=False, SEVERAL=False)
+        show("join/drafts", dtype, dim, decode._join, 4, **join, SINKS=True, PARTS=False, SEVERAL=True)
         if (dtype, dim) == ("bf16", 128):  # of a part of a context
-            show("join_parts", dtype, dim, decode._join, 4, **join, SINKS=False, PARTS=True)
+            show("join_parts", dtype, dim, decode._join, 4, **join, SINKS=False, PARTS=True, SEVERAL=False)
         own = (dtype, dim, block, capability) == ("bf16", 128, 64, 90)  # candidates are measured on Hopper
         for at, cut in enumerate((prefill.usual(dim, ITEMSIZE[dtype], block), *(prefill.CANDIDATES if own else ()))):
             sizes = {"TILE": cut.keys, "QUERIES": cut.queries, "FOLDED": cut.folded}
@@ -207,12 +215,17 @@ def latents(show: Any, capability: int) -> None:
     for dtype, heads, latent, rope in (("bf16", 128, 512, 64), ("bf16", 32, 512, 64), ("bf16", 16, 512, 64),
                                        ("fp16", 128, 512, 64), ("fp32", 8, 64, 16)):  # fmt: skip
         shape = {"HEADS": heads, "LATENT": latent, "PADDED": latent, "ROPE": rope, "PADDED_ROPE": power_of_two(rope)}
+        shape["OWNED"] = False
         variant = latent_decode.variant_for(heads, latent, ITEMSIZE[dtype], of)
         own = (dtype, heads, capability) == ("bf16", 128, 90)  # candidates are measured on Hopper
         for at, cut in enumerate((variant, *(latent_decode.CANDIDATES if own else ()))):
-            sizes = shape | {"HEAD_TILE": cut.heads, "TILE": cut.keys, "BLOCK_TOKENS": 64, "OWNED": False}
+            sizes = shape | {"HEAD_TILE": cut.heads, "TILE": cut.keys, "BLOCK_TOKENS": 64, "QUERIES": 1}
             name = f"latent/{heads}" + (f"/{at}" if at else "")
             show(name, dtype, latent, latent_decode._attend, cut.warps, cut.stages, **sizes)
+        most = decode.MOST_QUERIES
+        cut = latent_decode.variant_for(heads * most, latent, ITEMSIZE[dtype], of)
+        sizes = shape | {"HEAD_TILE": cut.heads, "TILE": cut.keys, "BLOCK_TOKENS": 64, "QUERIES": most}
+        show(f"latent/{heads}/drafts", dtype, latent, latent_decode._attend, cut.warps, cut.stages, **sizes)
         nope = value = 128 if dtype != "fp32" else 32
         sizes = {"NOPE": nope, "PADDED_NOPE": nope, "ROPE": rope, "PADDED_ROPE": power_of_two(rope), "LATENT": latent}
         sizes |= {"VALUE": value, "PADDED_VALUE": value}
@@ -223,7 +236,7 @@ def latents(show: Any, capability: int) -> None:
                 name = "latent_prefill" + (f"/{at}" if at else "")
                 show(name, dtype, nope, latent_prefill._attend, piece.warps, piece.stages, **sizes, **tiles)
             joined = {"DIM": latent, "PADDED": latent, "AT_ONCE": latent_decode.JOINED_AT_ONCE, "SINKS": False}
-            joined["PARTS"] = False
+            joined |= {"PARTS": False, "SEVERAL": False}
             show("latent_join", dtype, latent, decode._join, 4, **joined)
             half = {"NOPE": nope, "HALF": rope // 2, "PADDED_HALF": power_of_two(rope // 2), "INTERLEAVED": True}
             half |= {"LATENT": latent, "PADDED": latent, "AT_ONCE": latent_write.HEADS_AT_ONCE, "ROUND_FIRST": True}
