@@ -37,6 +37,7 @@ from kvmesh.engine.sampling.prompt_scores import TokenScores, score_tokens
 from kvmesh.engine.stages import BusyTime, stage_groups, stage_layers
 from kvmesh.engine.tensor_sources import TensorSource
 from kvmesh.engine.weights import Weights
+from kvmesh.engine.weights_memory import WeightsMemory
 from kvmesh.engine.weights_update import WeightsUpdate
 from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.cache_groups import CacheGroup, is_single
@@ -126,7 +127,8 @@ class Runner:
     `tolerant` always. Ranks of different places on `dp` have steps of their own; where they share experts (`rounds` is
     not None) each must make as many, those without a token by `serve`. `experts_cut` says how ranks share experts
     (`parallel.cuts_experts_whole`). `cuda_graphs`: as `use_pages` has it. With `mtp` the last stage loads the MTP head,
-    too, for a `kvmesh.engine.mtp.MtpDrafter`."""
+    too, for a `kvmesh.engine.mtp.MtpDrafter`. `weights_memory` can release the weights; with `weights_apart` a CPU's
+    are taken not to be in the host's own memory, as those of a device are."""
 
     def __init__(
         self,
@@ -139,6 +141,7 @@ class Runner:
         cuda_graphs: bool = False,
         experts_cut: ExpertsCut = "auto",
         mtp: bool = False,
+        weights_apart: bool = False,
     ) -> None:
         self.config = checkpoint.config
         self.mesh = mesh
@@ -159,6 +162,7 @@ class Runner:
             weights = Weights(checkpoint, self._dtype, self.device, mesh, experts_cut)
             self.model = MODELS[self.config.architecture](own, weights)
             self.mtp = MtpHead(own, weights, self.model) if mtp and self.model.stage.last else None
+        self.weights_memory = WeightsMemory(self.model, self.mtp, self.device.type != "cpu" or weights_apart)
         self._stage = self.model.stage
         experts, self.expert_counts = self.config.experts, None
         if experts is not None:
@@ -222,6 +226,11 @@ class Runner:
             with torch.inference_mode():
                 # Of a step with prompts, what exchanged experts send depends on all places' tokens: it is not captured.
                 self._capture(max_rows, max_tokens if self.rounds is None else 0, max_drafts)
+
+    def leave_pages(self) -> None:
+        """Computes over one blank page (of each group) from here on, so that nothing here holds the pages of before."""
+        one = [torch.zeros_like(pages[:1]) for pages in self.memory]
+        self.use_pages(one if isinstance(self.attention, GroupedAttention) else one[0], cuda_graphs=False)
 
     def _backend(self, pages: torch.Tensor, layers: Sequence[int]) -> AttentionBackend:
         if self.config.latent is None:

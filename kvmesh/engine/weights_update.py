@@ -74,6 +74,17 @@ class WeightsUpdate:
         return moved
 
 
+def updated_parts(model: DecoderModel) -> list[Any]:
+    """Returns the parts of a model whose tensors an update writes, all of them."""
+    return [*model.layers, _ends(model)]
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Returns what is equal for all tensors that lie in one piece of memory, also while that is released."""
+    found: int = storage._cdata
+    return found
+
+
 def _ends(model: DecoderModel) -> dict[str, Any]:
     return {name: getattr(model, name) for name in ("embed", "norm", "head") if hasattr(model, name)}
 
@@ -89,12 +100,12 @@ def copy_tensors(old: Any, new: Any) -> int:
             was = None if target is None else f"{target.dtype} {list(target.shape)}"
             raise InvalidRequest.of(place, was, f"the new weights have {tensor.dtype} {list(tensor.shape)} there")
         storage = target.untyped_storage()
-        if storage.data_ptr() in done:
+        if storage_id(storage) in done:
             continue
         target.copy_(tensor)
         moved += tensor.numel() * tensor.itemsize
         if target.numel() * target.itemsize == storage.nbytes():
-            done.add(storage.data_ptr())
+            done.add(storage_id(storage))
     return moved
 
 
@@ -126,4 +137,4 @@ def tensors_of(thing: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _aliases(thing: Any) -> dict[str, str]:
     """Returns of each tensor's place the first one that has the same memory."""
     first: dict[int, str] = {}
-    return {place: first.setdefault(t.untyped_storage().data_ptr(), place) for place, t in tensors_of(thing)}
+    return {place: first.setdefault(storage_id(t.untyped_storage()), place) for place, t in tensors_of(thing)}

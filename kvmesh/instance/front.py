@@ -31,6 +31,7 @@ from kvmesh.instance.pausing import InstancePause, PausableHalf, PauseMode
 from kvmesh.instance.profiling import RankProfiles
 from kvmesh.instance.served_weights import LiveWeights, NewWeights, ServedWeights, WeightsTaken
 from kvmesh.instance.servicer import add_instance
+from kvmesh.instance.sleeping import InstanceSleep, MemoryReleased, SleepLevel
 from kvmesh.kvcache.cache_groups import CacheGroup
 from kvmesh.kvcache.grouped_store import GroupedStore
 from kvmesh.kvcache.keys import check_epoch
@@ -109,6 +110,7 @@ class Front:
         self.profiles = RankProfiles(self.ranks)
         self._live = LiveWeights(self.ranks, config.weights_epoch)
         self._pause = InstancePause(self.instance_id, ())
+        self._sleep = InstanceSleep(self.ranks)
         self._on_weights: Callable[[], None] = lambda: None
         self.blocks: BlockService | None = None
         self._grouped: GroupedMemory | None = None  # where the ranks keep several cache groups
@@ -331,7 +333,7 @@ class Front:
             return
         if self.blocks is not None and self.blocks.rank_said(rank, message):
             return
-        if self._live.rank_said(rank, message):
+        if self._live.rank_said(rank, message) or self._sleep.rank_said(rank, message):
             return
         if not self.profiles.rank_said(rank, message):
             self._on_message(rank, message)
@@ -350,6 +352,7 @@ class Front:
             self._warm.close()  # the memory is still there, for the next incarnation
         self.profiles.ranks_lost(cause)
         self._live.ranks_lost(cause)
+        self._sleep.ranks_lost(cause)
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()
@@ -499,6 +502,7 @@ class Front:
     def resume(self) -> int:
         """Ends a pause by hand; returns the epoch of the weights that requests get. Raises Overloaded while an update
         or an order runs, FailedWeights while the weights are not whole."""
+        self._sleep.check_awake(self.instance_id)
         self._check_whole()
         self._pause.holds.resume(time.monotonic())
         self._follow_holds()
@@ -559,14 +563,66 @@ class Front:
         if not all(front._pause.empty for front in self._share_experts):
             what = "the instance" if len(self._share_experts) == 1 else "all places of the instance"
             raise InvalidRequest(f"epoch: weights change while nothing runs: pause {what} first", field="epoch")
+        if self._sleep.turn.locked():
+            raise Overloaded(f"{self.instance_id}: it is falling asleep, or waking", retry_after_ms=1000)
         try:
             taken = await self._live.update(new, deadline_s)
         finally:
             self.urge()
+        self._sleep.dropped = False
         self._on_weights()
         if self._registrar is not None:
             self._registrar.serve(self.card)
         return taken
+
+    async def sleep(
+        self, level: SleepLevel, mode: PauseMode, reason: str, deadline_s: float, order: OrderIdentity | None = None
+    ) -> MemoryReleased:
+        """Takes no requests, and gives the memory of pages and weights back until `wake`. Weights that were kept may be
+        dropped later; else it does nothing where it sleeps. Raises InvalidRequest for ranks that step with those of
+        other places, Overloaded while weights change, and as `OrderHolds.check`, `pause` and
+        `InstanceSleep.fall_asleep` do; then it goes on, unless something else holds it."""
+        if len(self._share_experts) > 1:
+            text = f"{self.instance_id}: an instance whose experts lie over dp cannot sleep"
+            raise InvalidRequest(text, field="level")
+        until = time.monotonic() + deadline_s
+        async with self._sleep.in_turn(until):
+            self._pause.holds.check(order, time.monotonic())
+            if self._live.changing:
+                raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
+            if self._sleep.level >= level:
+                return MemoryReleased(self._sleep.level)
+            self._pause.sleeps = reason or "falling asleep"
+            try:
+                ended = await self._pause.empty_out(mode, self._pause.sleeps, until - time.monotonic())
+                await self._pause.leave_pages(until)
+                pages, weights = await self._sleep.fall_asleep(level, until, self._pause.pages_moved)
+            finally:
+                self._follow_sleep()
+        return MemoryReleased(self._sleep.level, pages, weights, ended)
+
+    async def wake(self, deadline_s: float, order: OrderIdentity | None = None) -> int:
+        """Has pages and weights again, and goes on unless something else holds it. Returns the epoch of its weights.
+        Weights that were dropped are those of an update since, or the checkpoint's. It does nothing where it is awake.
+        Raises InvalidRequest where neither is there, Overloaded while weights change, and as `OrderHolds.check` and
+        `InstanceSleep.wake` do; then it sleeps on."""
+        until = time.monotonic() + deadline_s
+        async with self._sleep.in_turn(until):
+            self._pause.holds.check(order, time.monotonic())
+            if self._sleep.level:
+                if self._live.changing:
+                    raise Overloaded(f"{self.instance_id}: its weights are being changed", retry_after_ms=1000)
+                self._sleep.check_weights(self._live.epoch, self.config.weights_epoch)
+                await self._sleep.wake(until)
+                self._pause.pages_moved()
+            self._follow_sleep()
+        return self._live.epoch
+
+    def _follow_sleep(self) -> None:
+        level = self._sleep.level
+        self._pause.sleeps = f"asleep at level {level.value}" if level else ""
+        self._follow_holds()
+        self.urge()
 
     @property
     def _share_experts(self) -> Sequence[Front]:

@@ -39,6 +39,16 @@ class PausableHalf(Protocol):
     def empty(self) -> bool:
         """Whether no request is left, and nobody touches memory for one."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether blocks are still being copied out of device pages, for nobody's request."""
+
+    async def leave_pages(self) -> None:
+        """Forgets what lies in device pages, and has those peers that know where they are forget it."""
+
+    def pages_moved(self) -> None:
+        """Takes note of where the ranks' pages are now."""
+
 
 class InstancePause:
     """Pauses and resumes. `halves` are in the order in which they are emptied, decode before prefill: what decode has
@@ -49,6 +59,7 @@ class InstancePause:
         self._halves = halves
         self._resumes = 0
         self.holds = OrderHolds()
+        self.sleeps = ""  # why a sleep holds it, whatever else does; "": none does
         self.reason = ""
 
     @property
@@ -68,7 +79,11 @@ class InstancePause:
         DeadlinePassed if some are: the instance stays paused, and no new ones come. Raises as `OrderHolds.check`
         does."""
         self.holds.pause(order, reason or "by an operator", time.monotonic(), for_s)
-        self.reason = reason or "by an operator"
+        return await self.empty_out(mode, reason or "by an operator", deadline_s)
+
+    async def empty_out(self, mode: PauseMode, reason: str, deadline_s: float) -> int:
+        """Takes no new requests and deals with those in flight, as `pause` does; the caller has said what holds it."""
+        self.reason = reason
         error = Paused(f"{Paused.PREFIX}{self.reason}", retry_after_ms=100)
         loop, resumes, ended = asyncio.get_running_loop(), self._resumes, 0
         until = loop.time() + deadline_s
@@ -87,10 +102,26 @@ class InstancePause:
         log.info("paused (%s): %d requests ended", self.reason, ended)
         return ended
 
+    async def leave_pages(self, until: float) -> None:
+        """Has all halves forget what device pages hold, once nothing is copied out of them; it is paused, and empty.
+        Raises DeadlinePassed."""
+        loop = asyncio.get_running_loop()
+        while any(half.copies for half in self._halves):
+            if loop.time() >= until:
+                raise DeadlinePassed(f"{self._id}: blocks are still being copied out of pages", field="deadline_ms")
+            await asyncio.sleep(POLL_S)
+        for half in self._halves:
+            await half.leave_pages()
+
+    def pages_moved(self) -> None:
+        """Has all halves take note of where pages are now."""
+        for half in self._halves:
+            half.pages_moved()
+
     def follow_holds(self, epoch: int) -> bool:
         """Takes requests again where nothing holds the instance any more, and refuses new ones where something does;
         its weights are whole, and of this epoch. Returns whether it does the other now."""
-        why, was = self.holds.why_paused(epoch, time.monotonic()), self.reason
+        why, was = self.sleeps or self.holds.why_paused(epoch, time.monotonic()), self.reason
         self.reason = why
         if bool(why) == bool(was):
             return False

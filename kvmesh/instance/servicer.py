@@ -18,6 +18,7 @@ from kvmesh.instance.order_holds import (
 from kvmesh.instance.pausing import PauseMode
 from kvmesh.instance.profiling import RankProfiles, on_wire
 from kvmesh.instance.served_weights import NewWeights, ServedWeights, WeightsTaken
+from kvmesh.instance.sleeping import MemoryReleased, SleepLevel
 from kvmesh.ranks.protocol import RemoteTensor
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import instance_pb2, instance_pb2_grpc
@@ -67,6 +68,12 @@ class Switchable(Protocol):
     ) -> int: ...
 
     async def update_weights(self, new: NewWeights, deadline_s: float, order: OrderIdentity | None) -> WeightsTaken: ...
+
+    async def sleep(
+        self, level: SleepLevel, mode: PauseMode, reason: str, deadline_s: float, order: OrderIdentity | None = None
+    ) -> MemoryReleased: ...
+
+    async def wake(self, deadline_s: float, order: OrderIdentity | None = None) -> int: ...
 
 
 class InstanceServicer(instance_pb2_grpc.InstanceServicer):
@@ -165,6 +172,30 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
             )
         )
 
+    async def Sleep(self, request: instance_pb2.SleepRequest, context: Any) -> instance_pb2.SleepResponse:  # noqa: N802
+        """Raises UnknownInstance, and as Front.sleep does."""
+        ref = self._ref(request.incarnation)
+        level, mode = SleepLevel.told(request.level), pause_mode(request.mode)
+        left_s = deadline_s(request.deadline_ms, PAUSE_MS)
+        sleep = self._front.sleep(level, mode, request.reason[:MAX_REASON], left_s, order_of(request))
+        given = await self._orders.carry_out(sleep)
+        return instance_pb2.SleepResponse(
+            released=pb.MemoryReleased(
+                instance=ref,
+                level=given.level,
+                page_bytes=given.page_bytes,
+                weight_bytes=given.weight_bytes,
+                ended=given.ended,
+            )
+        )
+
+    async def Wake(self, request: instance_pb2.WakeRequest, context: Any) -> instance_pb2.WakeResponse:  # noqa: N802
+        """Raises UnknownInstance, and as Front.wake does."""
+        ref = self._ref(request.incarnation)
+        left_s = deadline_s(request.deadline_ms, UPDATE_MS)
+        epoch = await self._orders.carry_out(self._front.wake(left_s, order_of(request)))
+        return instance_pb2.WakeResponse(instance=ref, weights_epoch=epoch)
+
     def _ref(self, incarnation: int) -> pb.InstanceRef:
         """Who we are. Raises UnknownInstance when another life of us is meant."""
         ref = self._front.ref
@@ -181,7 +212,11 @@ def pause_mode(mode: pb.PauseMode.ValueType) -> PauseMode:
 
 
 def order_of(
-    request: instance_pb2.PauseRequest | instance_pb2.ResumeRequest | instance_pb2.UpdateWeightsRequest,
+    request: instance_pb2.PauseRequest
+    | instance_pb2.ResumeRequest
+    | instance_pb2.UpdateWeightsRequest
+    | instance_pb2.SleepRequest
+    | instance_pb2.WakeRequest,
 ) -> OrderIdentity | None:
     """Returns the order to which a call belongs; None: it is given by hand. Raises InvalidRequest."""
     return OrderIdentity(request.order.id, request.order.conductor) if request.HasField("order") else None

@@ -165,6 +165,11 @@ class RankClient:
         except TimeoutError:
             raise InternalError(f"rank {self.rank} did not get ready within {timeout_s:.0f} s") from None
 
+    def moved(self, ready: m.Ready) -> None:
+        """Takes note that the rank's memory lies elsewhere than its Ready has said."""
+        self._ready = asyncio.get_running_loop().create_future()
+        self._ready.set_result(ready)
+
     def send(self, message: m.ToRank) -> None:
         """Sends a message without blocking: what the socket does not take now follows when it can."""
         if self._link is not None:

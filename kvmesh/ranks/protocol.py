@@ -671,6 +671,47 @@ class WeightsApplied(Message, frozen=True):
     why_not: str = ""
 
 
+# ── sleep ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PrepareSleep(Message, frozen=True):
+    """Ends the registration of pages and, with `keep`, copies the weights to the host, where they are not there
+    anyway. No request is here, and no copy is asked for any more. The answer is SleepPrepared; FallAsleep or WakeUp
+    follows."""
+
+    ticket: int
+    keep: bool  # the weights; else they are dropped
+
+
+class FallAsleep(Message, frozen=True):
+    """Gives the memory of pages and weights back. The answer is Asleep. It may be sent again without `keep`."""
+
+    ticket: int
+    keep: bool
+
+
+class WakeUp(Message, frozen=True):
+    """Makes pages anew and has the weights again: those that were kept, those of an update since, or the checkpoint's.
+    The answer is Awake, also of a rank that is awake."""
+
+    ticket: int
+
+
+class SleepPrepared(Message, frozen=True):
+    """`why_not` other than "": this rank cannot sleep, and has changed nothing."""
+
+    ticket: int
+    why_not: str = ""
+
+
+class Asleep(Message, frozen=True):
+    """Tells how many bytes were given back; of weights those that the device had."""
+
+    ticket: int
+    page_bytes: int
+    weight_bytes: int
+
+
 # ── front → rank: prefill ─────────────────────────────────────────────────────────────────────────
 
 
@@ -861,6 +902,14 @@ class Ready(Message, frozen=True):
     pair_products: float = 0.0
 
 
+class Awake(Message, frozen=True):
+    """Answers WakeUp: `ready` says where pages are now. None: the rank still sleeps, and `why_not` says why."""
+
+    ticket: int
+    ready: Ready | None
+    why_not: str = ""
+
+
 class InitFailed(Message, frozen=True):
     code: str
     message: str
@@ -1049,6 +1098,9 @@ ToRank = (
     | PrepareWeights
     | ApplyWeights
     | DropWeights
+    | PrepareSleep
+    | FallAsleep
+    | WakeUp
 )
 
 ToFront = (
@@ -1085,6 +1137,9 @@ ToFront = (
     | Profiled
     | WeightsPrepared
     | WeightsApplied
+    | SleepPrepared
+    | Asleep
+    | Awake
 )
 
 

@@ -2,6 +2,7 @@
 
 from kvmesh.rollout.client import (
     Gathered,
+    MemoryGivenBack,
     RolloutClient,
     RolloutGroup,
     RolloutRefused,
@@ -13,6 +14,7 @@ from kvmesh.rollout.trainer import TrainerSegment
 
 __all__ = [
     "Gathered",
+    "MemoryGivenBack",
     "RolloutClient",
     "RolloutGroup",
     "RolloutRefused",

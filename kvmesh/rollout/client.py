@@ -90,6 +90,22 @@ class Gathered:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryGivenBack:
+    """What a sleep gave back. `instances` says for each the bytes of pages and of weights."""
+
+    ended: int  # requests that were in flight; with "keep" they go on
+    instances: tuple[dict[str, Any], ...]
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(int(one["page_bytes"]) for one in self.instances)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(int(one["weight_bytes"]) for one in self.instances)
+
+
 _last = itertools.count()
 
 
@@ -209,6 +225,17 @@ class RolloutClient:
             ]
         told = await self._order("update_weights", body, timeout_s)
         return WeightsUpdated(told["weights_epoch"], told["paused_s"], told["ended"], tuple(told["instances"]))
+
+    async def sleep(self, level: int = 1, *, mode: str = "keep", timeout_s: float = 60.0) -> MemoryGivenBack:
+        """Pauses the model and has its instances give the memory of KV pages and weights back, until `wake`. `level` 1
+        keeps the weights in host memory, 2 drops them. `mode` is that of `pause`."""
+        told = await self._order("sleep", {"level": level, "mode": mode}, timeout_s)
+        return MemoryGivenBack(told["ended"], tuple(told["instances"]))
+
+    async def wake(self, timeout_s: float = 600.0) -> int:
+        """Has pages and weights again, and lets the model go on, unless it is paused by hand. Weights that
+        were dropped are those of an update since, else the checkpoint's. Returns the epoch of its weights."""
+        return int((await self._order("wake", {}, timeout_s))["weights_epoch"])
 
     async def _order(self, name: str, body: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
         body |= self._model | ({} if timeout_s is None else {"timeout_s": timeout_s})

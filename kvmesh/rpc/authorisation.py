@@ -192,6 +192,8 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "ResumeModel": _may(_G, _O, _T),
         "UpdateModelWeights": _may(_G, _O, _T),
         "GatherModel": _may(_G, _O, _T),
+        "SleepModel": _may(_G, _O, _T),
+        "WakeModel": _may(_G, _O, _T),
     },
     "kvmesh.v1.NodeStore": {
         "Lease": _USE_OF_BLOCKS,
@@ -215,6 +217,8 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "Pause": _may(_C, _O),
         "Resume": _may(_C, _O),
         "UpdateWeights": _may(_C, _O),
+        "Sleep": _may(_C, _O),
+        "Wake": _may(_C, _O),
         "HoldOrder": _may(_C, _O),
     },
     "kvmesh.v1.RankHost": {

@@ -90,6 +90,11 @@ class CudaDriver:
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(-(-nbytes // GRAIN) * GRAIN))
         return address.value
 
+    def free(self, address: int) -> None:
+        """Gives back what `allocate` returned. Nothing may use it any more, a registration neither."""
+        with self._current():
+            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
     def export(self, address: int, nbytes: int) -> tuple[int, int]:
         """Returns (dmabuf descriptor, which the caller closes; offset of `address` in it). Raises TransferError when
         the memory cannot be exported."""

@@ -1,5 +1,5 @@
-"""Orders of operators and trainers for all instances of a model: pause, resume, other weights, fewer instances. Who
-carries them out is each instance; the order among them is here, and nothing is decided by the brain.
+"""Orders of operators and trainers for all instances of a model: pause, resume, other weights, fewer instances, sleep.
+Who carries them out is each instance; the order among them is here, and nothing is decided by the brain.
 
 Instances that decode are paused first, so that the prompts of what they have taken are still computed in a pause that
 lets requests finish. All of them are paused before any takes other weights, and none goes on before all that can have
@@ -9,6 +9,7 @@ leases (order_lease.py): when this process dies in the middle, each goes on by i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 PAUSE_MS, UPDATE_MS, MOST_MS = 60_000, 600_000, 3_600_000
 RESUME_S = 10.0
 MOST_SLOWER = 1000  # percent
+UNDO_S = 60.0  # for instances that wake because another one could not sleep
+ASLEEP = f"{Paused.PREFIX}asleep"
 MOST_PAUSE_MS = 7 * 86_400_000
 MAX_ORDER_ID = 64
 CATCH_UP = "fetching the weights"  # begins the reason of a pause that this is
@@ -60,6 +63,7 @@ class ModelControl:
         self._lease_s = lease_s
         self._orders = RunningOrders()
         self._busy: set[str] = set()
+        self._waking: dict[str, asyncio.Task[conductor_pb2.WakeModelResponse]] = {}
         self._name = f"conductor {socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
 
     async def pause(self, request: conductor_pb2.PauseModelRequest) -> conductor_pb2.PauseModelResponse:
@@ -98,6 +102,8 @@ class ModelControl:
         self, request: conductor_pb2.ResumeModelRequest, order_id: str
     ) -> conductor_pb2.ResumeModelResponse:
         model, instances = self._of(request.model)
+        if any(one.not_ready_reason.startswith(ASLEEP) for one in instances):
+            raise InvalidRequest.of("model", model, "it sleeps; wake it first")
         with self._alone(model):
             lease = self._lease(instances, order_id)
             if result := await lease.begin(time.monotonic() + RESUME_S):
@@ -188,6 +194,63 @@ class ModelControl:
         return conductor_pb2.GatherModelResponse(
             model=model, kept=plan.kept, freed=plan.freed, moved=plan.moved, why=plan.why
         )
+
+    async def sleep(self, request: conductor_pb2.SleepModelRequest) -> conductor_pb2.SleepModelResponse:
+        """Pauses, and puts all instances to sleep. Raises ModelNotFound, Overloaded, or the first instance's error;
+        then none sleeps, and what ran goes on."""
+        return await self._orders.carry_out(self._sleep_model(request))
+
+    async def _sleep_model(self, request: conductor_pb2.SleepModelRequest) -> conductor_pb2.SleepModelResponse:
+        model, instances = self._of(request.model)
+        until = time.monotonic() + _deadline_s(request.deadline_ms, PAUSE_MS)
+        with self._alone(model):
+            lease = self._lease(instances, secrets.token_hex(16))
+            await lease.begin(until)
+            answer = conductor_pb2.SleepModelResponse(model=model)
+            try:
+                reason = request.reason or "falling asleep"
+                answer.ended = await self._pause(lease, instances, request.mode, until, reason)
+                left_s = max(0.1, until - time.monotonic())
+                order = instance_pb2.SleepRequest(
+                    level=request.level, deadline_ms=max(1, int(1000 * left_s)), order=lease.ref
+                )
+                told = await call_all(instances, lambda stub, _: stub.Sleep(order, timeout=left_s + GRACE_S))
+                if any(isinstance(one, KvmeshError) for one in told):
+                    undo = instance_pb2.WakeRequest(order=lease.ref)
+                    await call_all(instances, lambda stub, _: stub.Wake(undo, timeout=UNDO_S))
+                answer.released.extend(one.released for one in good(told))
+            finally:
+                await lease.release()
+        answer.ended += sum(one.ended for one in answer.released)
+        log.info("model %s sleeps at all of %d instances", model, len(instances))
+        return answer
+
+    async def wake(self, request: conductor_pb2.WakeModelRequest) -> conductor_pb2.WakeModelResponse:
+        """Wakes all instances, then lets the model go on unless it is paused by hand. Two calls at once are one. Raises
+        ModelNotFound, Overloaded, or the first instance's error; then it may be called again."""
+        model, _ = self._of(request.model)
+        waking = self._waking.get(model)
+        if waking is None:
+            waking = self._waking[model] = asyncio.ensure_future(self._orders.carry_out(self._wake_model(request)))
+            waking.add_done_callback(lambda _: self._waking.pop(model, None))
+        return await asyncio.shield(waking)
+
+    async def _wake_model(self, request: conductor_pb2.WakeModelRequest) -> conductor_pb2.WakeModelResponse:
+        model, instances = self._of(request.model)
+        until = time.monotonic() + _deadline_s(request.deadline_ms, UPDATE_MS)
+        with self._alone(model):
+            lease = self._lease(instances, secrets.token_hex(16))
+            await lease.begin(until)
+            try:
+                if any(one.not_ready_reason.startswith(ASLEEP) for one in instances):  # none goes on before all can
+                    await self._pause(lease, instances, common_pb2.PAUSE_MODE_KEEP, until, "waking")
+                left_s = max(0.1, until - time.monotonic())
+                order = instance_pb2.WakeRequest(deadline_ms=max(1, int(1000 * left_s)), order=lease.ref)
+                told = good(await call_all(instances, lambda stub, _: stub.Wake(order, timeout=left_s + GRACE_S)))
+            finally:
+                await lease.release()
+        epoch = max(one.weights_epoch for one in told)
+        return conductor_pb2.WakeModelResponse(model=model, weights_epoch=epoch, instances=len(told))
 
     def is_busy(self, model: str) -> bool:
         """Whether an order for this model is being carried out."""

@@ -292,6 +292,14 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         """See ModelControl.gather."""
         return await self.control.gather(request)
 
+    async def SleepModel(self, request: pb.SleepModelRequest, context: Any) -> pb.SleepModelResponse:  # noqa: N802
+        """See ModelControl.sleep."""
+        return await self.control.sleep(request)
+
+    async def WakeModel(self, request: pb.WakeModelRequest, context: Any) -> pb.WakeModelResponse:  # noqa: N802
+        """See ModelControl.wake."""
+        return await self.control.wake(request)
+
     async def GetScaleHints(  # noqa: N802
         self, request: pb.GetScaleHintsRequest, context: Any
     ) -> pb.GetScaleHintsResponse:

@@ -146,6 +146,20 @@ class DecodeCore:
         """See PausableHalf."""
         return not self.state.requests
 
+    @property
+    def copies(self) -> bool:
+        """See PausableHalf."""
+        return bool(self.state.scheduler.seals)
+
+    async def leave_pages(self) -> None:
+        """See PausableHalf. No row is left, so no page has a block. A stream's hello has told where pages are: the next
+        request opens another."""
+        await self.handoffs.close()
+
+    def pages_moved(self) -> None:
+        """See PausableHalf."""
+        self.feed(i.PagesMoved(shape_of(self.front, not self.state.shape.direct_landing).ranks))
+
     def weights_changed(self) -> None:
         """Checks requests against the front's weights as they are now."""
         self._instance = None

@@ -12,6 +12,7 @@ from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks.protocol import FromRank, TellRank
 from kvmesh.services.decode import events as e
 from kvmesh.services.decode.handoff import Handoff
+from kvmesh.services.decode.limits import RankShape
 
 # The peer of requests whose prompts are computed in this very instance.
 OWN_PEER = 0
@@ -110,9 +111,16 @@ class EndAll:
     goes_on: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PagesMoved:
+    """The ranks' pages and extents lie at these places now. There is no request, and nothing is in any page."""
+
+    ranks: tuple[RankShape, ...]
+
+
 Input = (
     SessionOpened | SessionClosed | Admit | RefuseRequest | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
-    | FromRank | Tick | CloseDoor | EndAll | Pulled | NotHere
+    | FromRank | Tick | CloseDoor | EndAll | PagesMoved | Pulled | NotHere
 )  # fmt: skip
 
 # ── out ───────────────────────────────────────────────────────────────────────────────────────────

@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from kvmesh.blockservice.removals import NotHere
@@ -331,6 +332,10 @@ class DecodeState:
         for h in list(self.requests.values()):
             self._run(h, e.Cancel(event.error), now)
 
+    def _pages_moved(self, event: i.PagesMoved, now: int) -> None:
+        assert not self.requests, "pages are in use"
+        self.shape = self.scheduler.shape = replace(self.shape, ranks=event.ranks)
+
     # ── what a request's machine asks for ────────────────────────────────────────────────────────
 
     def _do_seal(self, h: Handoff, action: e.SealFull, now: int) -> None:
@@ -409,6 +414,7 @@ _HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {
     Tick: DecodeState._tick,
     i.CloseDoor: DecodeState._close_door,
     i.EndAll: DecodeState._end_all,
+    i.PagesMoved: DecodeState._pages_moved,
     Pulled: DecodeState._pulled,
     NotHere: DecodeState._removed,
 }

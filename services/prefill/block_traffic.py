@@ -187,6 +187,11 @@ class BlockTraffic(ABC):
     def _take(self, pull: BlockPull, result: Pulled) -> None:
         """Seals or abandons what was to be pulled, and pins what arrived for those that wait."""
 
+    @property
+    @abstractmethod
+    def seals(self) -> bool:
+        """Whether blocks are being copied out of pages."""
+
     @abstractmethod
     def lost(self) -> None:
         """Drops every block and every copy because the ranks are gone. Pulls are still to be answered."""

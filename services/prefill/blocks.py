@@ -227,6 +227,11 @@ class SharedBlocks(BlockTraffic):
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def seals(self) -> bool:
+        """Whether blocks are being copied out of pages."""
+        return bool(self._seals)
+
     def lost(self) -> None:
         """Drops every block and every copy because the ranks are gone. Pulls are still to be answered."""
         for seal in self._seals.values():

@@ -127,6 +127,12 @@ class EndHandoffs:
 
 
 @dataclass(frozen=True, slots=True)
+class LeavePages:
+    """The ranks' pages are about to go: no block is found in them any more. There is no handoff, and no copy of them is
+    under way."""
+
+
+@dataclass(frozen=True, slots=True)
 class Doors:
     """Says why no new work is taken from decode instances elsewhere (`remote`) or from this instance's own (`own`); ""
     where it is taken. Requests that were taken before go on."""
@@ -150,6 +156,7 @@ Event = (
     | Stop
     | Doors
     | EndHandoffs
+    | LeavePages
     | Tick
 )
 

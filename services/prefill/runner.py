@@ -177,6 +177,18 @@ class PrefillRunner:
         """See PausableHalf."""
         return not self._owners
 
+    @property
+    def copies(self) -> bool:
+        """See PausableHalf."""
+        return self.state.seals
+
+    async def leave_pages(self) -> None:
+        """See PausableHalf."""
+        self.feed(ev.LeavePages())
+
+    def pages_moved(self) -> None:
+        """See PausableHalf. Pages are told to nobody here: ranks find their own."""
+
     def wake_streams(self) -> None:
         """Wakes the writer of every stream."""
         for stream in self._streams.values():

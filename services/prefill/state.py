@@ -185,6 +185,11 @@ class PrefillState:
         return self._lives.blocks.pulls
 
     @property
+    def seals(self) -> bool:
+        """Whether blocks are being copied out of pages."""
+        return self._lives.blocks.seals
+
+    @property
     def handoffs(self) -> dict[int, PrefillHandoff]:
         """The handoffs that have not ended, by handle. To be read only."""
         return self._lives.handoffs
@@ -264,6 +269,9 @@ class PrefillState:
             case ev.EndHandoffs(error):
                 for h in list(self.handoffs.values()):
                     self._lives.abort(h, error)
+            case ev.LeavePages():
+                assert not (self.handoffs or self.seals), "pages are in use"
+                self._lives.clear()
             case Tick():
                 pass
         self._expire(now)

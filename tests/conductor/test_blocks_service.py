@@ -255,6 +255,8 @@ async def test_hostile_callers_break_nothing(mesh: Mesh) -> None:
         "ResumeModel": conductor_pb2.ResumeModelRequest(model="r"),
         "GatherModel": conductor_pb2.GatherModelRequest(model="r"),
         "UpdateModelWeights": conductor_pb2.UpdateModelWeightsRequest(model="r", deadline_ms=1),
+        "SleepModel": conductor_pb2.SleepModelRequest(model="r", deadline_ms=1),
+        "WakeModel": conductor_pb2.WakeModelRequest(model="r", deadline_ms=1),
     }
     async with channels.connect(mesh.conductor_service.address) as channel:
         seen = await hostile.assault(channel, SERVICE, valid, seed=7, rounds=12)

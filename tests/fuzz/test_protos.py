@@ -45,10 +45,12 @@ PAUSING = (
     "PauseModel",
     "GatherModel",
     "UpdateModelWeights",
+    "SleepModel",
     "Pause",
     "Resume",
     "UpdateWeights",
     "HoldOrder",
+    "Sleep",
 )  # what they are asked for they do
 TARGETS = {
     gateway_pb2: ("Gateway", ["gateway"]), conductor_pb2: ("Conductor", ["conductor"]),
@@ -125,6 +127,7 @@ async def _resume(mesh: Running) -> None:
         await until(lambda: _resumed(stub), "the leases of orders that nobody carries out to end", RESUME_S)
     async with connect(mesh.mesh.addresses["conductor"]) as channel:
         conductor = conductor_pb2_grpc.ConductorStub(channel)  # type: ignore[no-untyped-call]
+        await conductor.WakeModel(conductor_pb2.WakeModelRequest(model="demo-model"), timeout=RESUME_S)
         await conductor.ResumeModel(conductor_pb2.ResumeModelRequest(model="demo-model"), timeout=RESUME_S)
 
 

@@ -254,6 +254,8 @@ async def test_store_master_and_conductor(mesh: Running) -> None:
         "ResumeModel": conductor_pb2.ResumeModelRequest(model="x"),
         "GatherModel": conductor_pb2.GatherModelRequest(model="x"),
         "UpdateModelWeights": conductor_pb2.UpdateModelWeightsRequest(model="x"),
+        "SleepModel": conductor_pb2.SleepModelRequest(model="x"),
+        "WakeModel": conductor_pb2.WakeModelRequest(model="x"),
     }
     async with connect(mesh.mesh.addresses["conductor"]) as channel:
         await hostile.assault(channel, service(conductor_pb2, "Conductor"), conductor, seed=3, rounds=15, borne=ENDS)

@@ -82,7 +82,9 @@ class OrderedFront:
         model = SimpleNamespace(name="m", weights_epoch=self.live.epoch, fingerprint="ff")
         name, address = self.front.instance_id, self.front.address
         ref = SimpleNamespace(instance_id=name, address=address, incarnation=1, life=(name, 1))
-        found: Any = SimpleNamespace(model=model, ref=ref, role=SimpleNamespace(decodes=self.decodes))
+        found: Any = SimpleNamespace(
+            model=model, ref=ref, role=SimpleNamespace(decodes=self.decodes), not_ready_reason=""
+        )
         return cast(Instance, found)
 
     @property

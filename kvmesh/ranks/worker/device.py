@@ -153,6 +153,19 @@ class DeviceMemory(ABC):
         """Registers pages, where they are not yet and can be, once nothing of the start writes to them any more."""
         return
 
+    def withdraw_pages(self, engine: TransferEngine) -> None:
+        """Ends the registration of pages: no peer reads or writes them from here on, what it has mapped of them goes.
+        Raises TransferError while one still does."""
+        return
+
+    def release_pages(self) -> None:
+        """Gives the pages' memory back, after `withdraw_pages`; nobody else may hold a view of it."""
+        del self.page_blocks
+
+    @abstractmethod
+    def restore_pages(self, engine: TransferEngine) -> None:
+        """Makes as many pages anew, zeroed and at other places; `open_pages` follows once they are in use."""
+
     def landed(self) -> None:
         """Makes what peers have written to pages visible to the steps and copies that are launched from now on. It
         follows a fence, on any thread. Raises TransferError when that fails; it is then called again."""
@@ -208,7 +221,16 @@ class CpuMemory(Synchronous, DeviceMemory):
         groups: Sequence[GroupBlocks] = (),
     ) -> None:
         super().__init__(configure, layout, torch.device("cpu"), num_pages, groups)
-        self.page_region = engine.allocate(blocks_bytes(self.groups), home)
+        self._home = home
+        self.restore_pages(engine)
+
+    def withdraw_pages(self, engine: TransferEngine) -> None:
+        if self.page_region is not None:
+            engine.unregister_memory(self.page_region)
+            self.page_region = None
+
+    def restore_pages(self, engine: TransferEngine) -> None:
+        self.page_region = engine.allocate(blocks_bytes(self.groups), self._home)
         self.page_blocks = BlockMemory(self.groups, _bytes_of(self.page_region))
 
     def copy(self, pieces: CopyPieces, done: OnDone, *, into_pages: bool, check: bool = False) -> None:
@@ -271,12 +293,15 @@ class StagedMemory(DeviceMemory):
         groups: Sequence[GroupBlocks] = (),
     ) -> None:
         super().__init__(configure, layout, device, num_pages, groups)
-        # Zeros, as places that no token was written to may be sent with their block, and are checked when it is sealed.
-        self.page_blocks = BlockMemory(self.groups, self._new_pages(blocks_bytes(self.groups), engine))
+        self.restore_pages(engine)
         self.slot_bytes = max(self.least_slot_bytes, *(group.layout.layer_bytes for group in self.groups))
         self.slots = max(4, self.staging_bytes // self.slot_bytes)
         self.staging = engine.allocate(self.slots * self.slot_bytes, home)
         self._waiting: dict[bool, deque[tuple[Copy, int, OnDone]]] = {True: deque(), False: deque()}  # by into_pages
+
+    def restore_pages(self, engine: TransferEngine) -> None:
+        # Zeros, as places that no token was written to may be sent with their block, and are checked when it is sealed.
+        self.page_blocks = BlockMemory(self.groups, self._new_pages(blocks_bytes(self.groups), engine))
 
     def _new_pages(self, nbytes: int, engine: TransferEngine) -> torch.Tensor:
         """Returns zeroed memory for the pages, uint8 `[nbytes]`."""

@@ -87,6 +87,8 @@ class DriverMemory:
 
 class CudaMemory(StagedMemory):
     _driver: CudaDriver | None = None  # if the pages are memory that a NIC may reach
+    _address = 0  # of that memory
+    _region: Region | None = None  # of the pages, where they are registered
     _no_pages = ""  # why they are not
     _flushes = False
     seal_bytes = move_bytes = 256 << 20  # the device copies beside the steps; five milliseconds on its bus
@@ -117,7 +119,8 @@ class CudaMemory(StagedMemory):
             driver = CudaDriver(f"cuda:{self.device.index}")
             if not driver.attribute(DMA_BUF_SUPPORTED):
                 raise TransferError("the GPU or its driver exports no dmabuf (DMA_BUF_SUPPORTED is 0)")
-            memory = torch.as_tensor(DriverMemory(driver.allocate(nbytes), nbytes), device=self.device)
+            self._address = driver.allocate(nbytes)
+            memory = torch.as_tensor(DriverMemory(self._address, nbytes), device=self.device)
         except (TransferError, RuntimeError) as error:  # the latter is torch's, which may not take the memory
             self._no_pages = str(error)
             return super()._new_pages(nbytes, engine)
@@ -136,12 +139,26 @@ class CudaMemory(StagedMemory):
                 region = engine.register_memory((pages.data_ptr(), pages.nbytes), self._driver.location)
             except TransferError as error:
                 self._no_pages = error.message
+        self._region = region
         use = choose_pages_use(engine.config.transports, self._no_pages, ordered=ordered, flushable=flushable)
         self.push_region = region if use.push else None
         self.page_region = region if use.land else None
         self._flushes = use.flush
         self.pages_use = use.why
         log.info("%s", use.why)
+
+    def withdraw_pages(self, engine: TransferEngine) -> None:
+        if self._region is not None:
+            engine.unregister_memory(self._region)
+        self._region = self.push_region = self.page_region = None
+
+    def release_pages(self) -> None:
+        torch.cuda.synchronize(self.device)
+        super().release_pages()
+        if self._driver is not None:
+            self._driver.free(self._address)
+            self._driver = None
+        torch.cuda.empty_cache()
 
     def landed(self) -> None:
         if self._flushes and self._driver is not None:

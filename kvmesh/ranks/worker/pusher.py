@@ -156,6 +156,11 @@ class Pusher:
         self._computed: dict[int, _Computed] = {}
         self._pushes: dict[int, _Push] = {}
 
+    def pages_moved(self, page_address: int) -> None:
+        """Pushes out of pages that begin at another address from here on. No push is open."""
+        with self._lock:
+            self._page_address = page_address
+
     # ── the step tells how far it is (main thread) ───────────────────────────────────────────────
 
     def step_begins(self, items: tuple[m.PrefillItem, ...]) -> None:

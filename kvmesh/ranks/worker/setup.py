@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from kvmesh.engine.attention.grouped import GroupedAttention
 from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.cache_memory import GroupShape, is_state, named_by_group, zeroed_memory
 from kvmesh.engine.checkpoint import Checkpoint
@@ -225,8 +224,7 @@ class RankSetup:
         trial = sum(pages.nbytes for pages in runner.memory)
         largest_step(runner, self.tokens, self.rows)
         found = (use or self._used)()
-        one = [torch.zeros_like(pages[:1]) for pages in runner.memory]
-        runner.use_pages(one if isinstance(runner.attention, GroupedAttention) else one[0], cuda_graphs=False)
+        runner.leave_pages()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         alone = self.configure.device_instances <= 1

@@ -112,7 +112,6 @@ class Stager:
         self._memory = memory
         self._reaches = reaches
         self._slot_bytes = memory.slot_bytes
-        self._pages = memory.page_blocks.data
         self._staging = region_bytes(memory.staging)
         self._free = list(range(memory.slots))  # a heap: slots taken together are mostly neighbours
         self._most = max(1, memory.slots // 2)
@@ -172,7 +171,9 @@ class Stager:
                 queue.write.release()
                 self.pump()
 
-        self._memory.copy(CopyPieces(self._pages, self._staging, joined(runs)), copied, into_pages=False)
+        self._memory.copy(
+            CopyPieces(self._memory.page_blocks.data, self._staging, joined(runs)), copied, into_pages=False
+        )
 
     def _post_pages(self, queue: _Queue, segment: str, copies: Iterable[Copy], base: int) -> None:
         """Posts copies out of pages once the steps that wrote them are done, as a copy of nothing is then."""
@@ -186,7 +187,7 @@ class Stager:
                 queue.write.release()
                 self.pump()
 
-        self._memory.copy(CopyPieces(self._pages, self._staging, ()), written, into_pages=False)
+        self._memory.copy(CopyPieces(self._memory.page_blocks.data, self._staging, ()), written, into_pages=False)
 
     def _placed(self, slot: int, pieces: list[StagedPiece]) -> Iterator[tuple[int, StagedPiece]]:
         """Yields each piece of a slot with its place in staging memory."""

@@ -75,7 +75,10 @@ class WeightsWorker:
                 raise InternalError(f"weights {ticket} were not prepared here")
             if self._busy():
                 raise InternalError("a request is in the batch")
+            memory = self._runner.weights_memory
+            memory.restore(self._between)  # where they were released in a sleep
             moved = self._update.apply(self._between)
+            memory.written()
             if isinstance(self._source, RemoteSource):
                 log.info("new weights: %d bytes read, %d written", self._source.nbytes_read, moved)
         except Exception as error:

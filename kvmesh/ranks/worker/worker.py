@@ -19,7 +19,7 @@ from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams
 from kvmesh.engine.sampling.grammar import GrammarCompiler
 from kvmesh.engine.stages import stage_layers
 from kvmesh.engine.work import chunk_products
-from kvmesh.errors import KvmeshError, TransferError
+from kvmesh.errors import InternalError, KvmeshError, TransferError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.whole_blocks import shard_text
 from kvmesh.ranks import protocol as m
@@ -49,6 +49,7 @@ from kvmesh.ranks.worker.puller import ShardPuller
 from kvmesh.ranks.worker.pusher import PushedGroup, Pusher
 from kvmesh.ranks.worker.read_counts import count_reads
 from kvmesh.ranks.worker.setup import RankSetup
+from kvmesh.ranks.worker.sleep_worker import SleepWorker
 from kvmesh.ranks.worker.slices import Moves, Seals
 from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
@@ -106,7 +107,15 @@ class Worker:
             self._mesh = _mesh(configure, device, store)
             cut = cast(ExpertsCut, configure.experts_cut)
             self._runner = Runner(
-                self._checkpoint, dtype, device, block, trial, self._mesh, experts_cut=cut, mtp=wants_mtp(configure)
+                self._checkpoint,
+                dtype,
+                device,
+                block,
+                trial,
+                self._mesh,
+                experts_cut=cut,
+                mtp=wants_mtp(configure),
+                weights_apart=configure.device == STAGED_CPU,
             )
             del trial
             fingerprinted.result().check()  # what was loaded is what was hashed
@@ -127,22 +136,21 @@ class Worker:
                 self.engine, blocks_bytes(sized), home, configure, owner, sum(extents), send
             )
             self.memory.open_extents(self._extent_region, extents)
-            over = self.memory.page_blocks.tensors if self._shapes else self.memory.pages
-            self._runner.use_pages(over, configure.cuda_graphs, setup.rows, setup.most_tokens, setup.max_drafts)
+            self._captured = (setup.rows, setup.most_tokens, setup.max_drafts)
+            self._use_pages()
             self._warm_up()
             self.memory.open_pages(self.engine)
         except BaseException:
             self.engine.close()
             raise
-        memory, region = self.memory, self.memory.page_region
+        memory = self.memory
         outbox = Stager(memory, self.engine.reaches_devices) if isinstance(memory, StagedMemory) else None
-        first = region.address if region is not None and outbox is None else 0  # a Stager counts from the first page
         kept, own_groups = (config.cache_groups, self._runner.groups) if self._shapes else ((), ())
         pushed = [
             PushedGroup(group.layers, own.layout, start, is_state(group))
             for group, own, start in zip(own_groups, memory.groups, memory.page_blocks.starts, strict=False)
         ]
-        self.pusher = Pusher(self.engine, self.layout, first, send, outbox=outbox, groups=pushed)
+        self.pusher = Pusher(self.engine, self.layout, self._first_page, send, outbox=outbox, groups=pushed)
         self.puller = ShardPuller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send, configure.ssd_path)
@@ -172,7 +180,40 @@ class Worker:
         self.weights = WeightsWorker(
             self._runner, self.engine, WeightsLimits(configure), lambda: self.wants_step, send, between
         )
+        self.sleep = SleepWorker(
+            self._runner,
+            memory,
+            self.engine,
+            self._checkpoint,
+            lambda: open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir),
+            lambda: self.wants_step or self.pusher.active > 0,
+            self._settle_copies,
+            self._use_new_pages,
+            self.ready,
+            send,
+            between,
+        )
         self._load_ms = int((time.monotonic() - started) * 1000)
+
+    def _use_pages(self) -> None:
+        """Has the runner compute over the pages that there are."""
+        over = self.memory.page_blocks.tensors if self._shapes else self.memory.pages
+        self._runner.use_pages(over, self._configure.cuda_graphs, *self._captured)
+
+    def _use_new_pages(self) -> None:
+        self._use_pages()
+        self.pusher.pages_moved(self._first_page)
+
+    @property
+    def _first_page(self) -> int:
+        """Where pushes find the first page: its address, or 0 as a Stager counts from it."""
+        region = self.memory.page_region
+        return 0 if region is None or isinstance(self.memory, StagedMemory) else region.address
+
+    def _settle_copies(self) -> None:
+        """Returns when all copies that were asked for are done and answered."""
+        while self.has_chores or self.copying:
+            self.tick()
 
     def _warm_up(self) -> None:
         """Runs two steps: the first steps of a process take tens of milliseconds more than the others, and no user
@@ -356,6 +397,8 @@ class Worker:
             meanwhile()
             self.memory.keep_pace(meanwhile)
 
+        if self.sleep.asleep:
+            raise InternalError("a step was ordered of a rank that sleeps")
         prompt_tokens = sum(len(item.token_ids) for item in prefill.items) if prefill is not None else 0
         self.memory.step_tokens = prompt_tokens + self.rows
         self.steps.run(prefill, layer_launched, costs)
@@ -417,6 +460,8 @@ class Worker:
                 self.profiler.stop(ticket)
             case m.PrepareWeights() | m.ApplyWeights() | m.DropWeights():
                 self.weights.handle(message)
+            case m.PrepareSleep() | m.FallAsleep() | m.WakeUp():
+                self.sleep.handle(message)
             case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
                 pass
             case _:

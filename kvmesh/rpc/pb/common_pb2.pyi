@@ -869,6 +869,44 @@ class WeightsTaken(_message.Message):
 Global___WeightsTaken: _TypeAlias = WeightsTaken  # noqa: Y015
 
 @_typing.final
+class MemoryReleased(_message.Message):
+    """What a sleep has given back at all ranks of an instance; zeros where it slept already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """at which it sleeps now"""
+    page_bytes: _builtins.int
+    """of KV pages"""
+    weight_bytes: _builtins.int
+    """that left the device, or a CPU's memory"""
+    ended: _builtins.int
+    """requests that were in flight and did not finish"""
+    @_builtins.property
+    def instance(self) -> Global___InstanceRef: ...
+    def __init__(
+        self,
+        *,
+        instance: Global___InstanceRef | None = ...,
+        level: _builtins.int = ...,
+        page_bytes: _builtins.int = ...,
+        weight_bytes: _builtins.int = ...,
+        ended: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "instance", b"instance", "level", b"level", "page_bytes", b"page_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryReleased: _TypeAlias = MemoryReleased  # noqa: Y015
+
+@_typing.final
 class GetPoolsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -374,6 +374,117 @@ class UpdateModelWeightsResponse(_message.Message):
 Global___UpdateModelWeightsResponse: _TypeAlias = UpdateModelWeightsResponse  # noqa: Y015
 
 @_typing.final
+class SleepModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"": the only one"""
+    level: _builtins.int
+    """0, 1: weights are kept in host memory; 2: they are dropped"""
+    mode: _common_pb2.PauseMode.ValueType
+    deadline_ms: _builtins.int
+    """0: 60,000"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        level: _builtins.int = ...,
+        mode: _common_pb2.PauseMode.ValueType = ...,
+        deadline_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "level", b"level", "mode", b"mode", "model", b"model", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepModelRequest: _TypeAlias = SleepModelRequest  # noqa: Y015
+
+@_typing.final
+class SleepModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    ended: _builtins.int
+    """requests that were in flight and did not finish"""
+    @_builtins.property
+    def released(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MemoryReleased]:
+        """by each instance"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        released: _abc.Iterable[_common_pb2.MemoryReleased] | None = ...,
+        ended: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "model", b"model", "released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepModelResponse: _TypeAlias = SleepModelResponse  # noqa: Y015
+
+@_typing.final
+class WakeModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    deadline_ms: _builtins.int
+    """0: 600,000"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        deadline_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeModelRequest: _TypeAlias = WakeModelRequest  # noqa: Y015
+
+@_typing.final
+class WakeModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weights_epoch: _builtins.int
+    instances: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weights_epoch: _builtins.int = ...,
+        instances: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "model", b"model", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeModelResponse: _TypeAlias = WakeModelResponse  # noqa: Y015
+
+@_typing.final
 class RegisterInstanceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

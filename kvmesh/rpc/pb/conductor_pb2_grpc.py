@@ -95,6 +95,16 @@ class ConductorStub:
                 request_serializer=kvmesh_dot_v1_dot_conductor__pb2.GatherModelRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GatherModelResponse.FromString,
                 _registered_method=True)
+        self.SleepModel = channel.unary_unary(
+                '/kvmesh.v1.Conductor/SleepModel',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.SleepModelRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.SleepModelResponse.FromString,
+                _registered_method=True)
+        self.WakeModel = channel.unary_unary(
+                '/kvmesh.v1.Conductor/WakeModel',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.WakeModelRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.WakeModelResponse.FromString,
+                _registered_method=True)
 
 
 class ConductorServicer:
@@ -182,6 +192,20 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SleepModel(self, request, context):
+        """The same as Instance.Sleep and Wake, of all instances of a model: all are paused before any sleeps, and all are
+        awake before any goes on. Where one cannot sleep, none does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeModel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -244,6 +268,16 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.GatherModel,
                     request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GatherModelRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_conductor__pb2.GatherModelResponse.SerializeToString,
+            ),
+            'SleepModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepModel,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.SleepModelRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.SleepModelResponse.SerializeToString,
+            ),
+            'WakeModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeModel,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.WakeModelRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.WakeModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -571,6 +605,60 @@ class Conductor:
             '/kvmesh.v1.Conductor/GatherModel',
             kvmesh_dot_v1_dot_conductor__pb2.GatherModelRequest.SerializeToString,
             kvmesh_dot_v1_dot_conductor__pb2.GatherModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/SleepModel',
+            kvmesh_dot_v1_dot_conductor__pb2.SleepModelRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.SleepModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/WakeModel',
+            kvmesh_dot_v1_dot_conductor__pb2.WakeModelRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.WakeModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,11 @@ class ConductorStub:
     UpdateModelWeights: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]
     GatherModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GatherModelRequest, _conductor_pb2.GatherModelResponse]
     """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
+    SleepModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.SleepModelRequest, _conductor_pb2.SleepModelResponse]
+    """The same as Instance.Sleep and Wake, of all instances of a model: all are paused before any sleeps, and all are
+    awake before any goes on. Where one cannot sleep, none does.
+    """
+    WakeModel: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.WakeModelRequest, _conductor_pb2.WakeModelResponse]
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
@@ -85,6 +90,11 @@ class ConductorAsyncStub(ConductorStub):
     UpdateModelWeights: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UpdateModelWeightsRequest, _conductor_pb2.UpdateModelWeightsResponse]  # type: ignore[assignment]
     GatherModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GatherModelRequest, _conductor_pb2.GatherModelResponse]  # type: ignore[assignment]
     """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
+    SleepModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.SleepModelRequest, _conductor_pb2.SleepModelResponse]  # type: ignore[assignment]
+    """The same as Instance.Sleep and Wake, of all instances of a model: all are paused before any sleeps, and all are
+    awake before any goes on. Where one cannot sleep, none does.
+    """
+    WakeModel: _aio.UnaryUnaryMultiCallable[_conductor_pb2.WakeModelRequest, _conductor_pb2.WakeModelResponse]  # type: ignore[assignment]
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler. All its state is soft: rebuilt from registrations and heartbeats."""
@@ -183,5 +193,22 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.GatherModelResponse, _abc.Awaitable[_conductor_pb2.GatherModelResponse]]:
         """Have few running answers of a model go on at fewer instances. Those that are freed are paused, until ResumeModel."""
+
+    @_abc_1.abstractmethod
+    def SleepModel(
+        self,
+        request: _conductor_pb2.SleepModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.SleepModelResponse, _abc.Awaitable[_conductor_pb2.SleepModelResponse]]:
+        """The same as Instance.Sleep and Wake, of all instances of a model: all are paused before any sleeps, and all are
+        awake before any goes on. Where one cannot sleep, none does.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeModel(
+        self,
+        request: _conductor_pb2.WakeModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.WakeModelResponse, _abc.Awaitable[_conductor_pb2.WakeModelResponse]]: ...
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -354,6 +354,120 @@ class UpdateWeightsResponse(_message.Message):
 Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
+class SleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """0, 1: weights are kept in host memory; 2: they are dropped"""
+    mode: _common_pb2.PauseMode.ValueType
+    deadline_ms: _builtins.int
+    """0: 60,000"""
+    incarnation: _builtins.int
+    """as of PauseRequest"""
+    reason: _builtins.str
+    """for people"""
+    @_builtins.property
+    def order(self) -> Global___OrderRef:
+        """as of PauseRequest"""
+
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+        mode: _common_pb2.PauseMode.ValueType = ...,
+        deadline_ms: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        order: Global___OrderRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "level", b"level", "mode", b"mode", "order", b"order", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def released(self) -> _common_pb2.MemoryReleased: ...
+    def __init__(
+        self,
+        *,
+        released: _common_pb2.MemoryReleased | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
+class WakeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    deadline_ms: _builtins.int
+    """0: 600,000"""
+    incarnation: _builtins.int
+    """as of PauseRequest"""
+    @_builtins.property
+    def order(self) -> Global___OrderRef:
+        """as of PauseRequest"""
+
+    def __init__(
+        self,
+        *,
+        deadline_ms: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        order: Global___OrderRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "incarnation", b"incarnation", "order", b"order"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeRequest: _TypeAlias = WakeRequest  # noqa: Y015
+
+@_typing.final
+class WakeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
+    weights_epoch: _builtins.int
+    @_builtins.property
+    def instance(self) -> _common_pb2.InstanceRef: ...
+    def __init__(
+        self,
+        *,
+        instance: _common_pb2.InstanceRef | None = ...,
+        weights_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeResponse: _TypeAlias = WakeResponse  # noqa: Y015
+
+@_typing.final
 class ProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -60,6 +60,16 @@ class InstanceStub:
                 request_serializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/kvmesh.v1.Instance/Sleep',
+                request_serializer=kvmesh_dot_v1_dot_instance__pb2.SleepRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_instance__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/kvmesh.v1.Instance/Wake',
+                request_serializer=kvmesh_dot_v1_dot_instance__pb2.WakeRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_instance__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.HoldOrder = channel.unary_unary(
                 '/kvmesh.v1.Instance/HoldOrder',
                 request_serializer=kvmesh_dot_v1_dot_instance__pb2.HoldOrderRequest.SerializeToString,
@@ -108,6 +118,24 @@ class InstanceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Take no requests, as in a pause, and give the device's memory of KV pages and weights back, at all ranks or at none. The
+        instance stays a member of the mesh; it takes UpdateWeights. A call while it sleeps may drop weights that are kept
+        (level 2 after 1), and does nothing else. DEADLINE_EXCEEDED: requests are left; it does not sleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Have pages and weights again, and go on unless something else holds it. Weights that were dropped are those of an
+        UpdateWeights since, else the checkpoint's; INVALID_ARGUMENT where these are not the ones that were dropped.
+        UNAVAILABLE: a rank has no room; the instance sleeps on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def HoldOrder(self, request, context):
         """Begin a conductor's order here, or renew its lease. While the lease runs no other order changes this instance. When
         it ends without news the order is over, and what it has paused goes on by itself if its weights are whole.
@@ -143,6 +171,16 @@ def add_InstanceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=kvmesh_dot_v1_dot_instance__pb2.SleepRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_instance__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=kvmesh_dot_v1_dot_instance__pb2.WakeRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_instance__pb2.WakeResponse.SerializeToString,
             ),
             'HoldOrder': grpc.unary_unary_rpc_method_handler(
                     servicer.HoldOrder,
@@ -286,6 +324,60 @@ class Instance:
             '/kvmesh.v1.Instance/UpdateWeights',
             kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsRequest.SerializeToString,
             kvmesh_dot_v1_dot_instance__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Instance/Sleep',
+            kvmesh_dot_v1_dot_instance__pb2.SleepRequest.SerializeToString,
+            kvmesh_dot_v1_dot_instance__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Instance/Wake',
+            kvmesh_dot_v1_dot_instance__pb2.WakeRequest.SerializeToString,
+            kvmesh_dot_v1_dot_instance__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,16 @@ class InstanceStub:
     Resume: _grpc.UnaryUnaryMultiCallable[_instance_pb2.ResumeRequest, _instance_pb2.ResumeResponse]
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_instance_pb2.UpdateWeightsRequest, _instance_pb2.UpdateWeightsResponse]
     """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_instance_pb2.SleepRequest, _instance_pb2.SleepResponse]
+    """Take no requests, as in a pause, and give the device's memory of KV pages and weights back, at all ranks or at none. The
+    instance stays a member of the mesh; it takes UpdateWeights. A call while it sleeps may drop weights that are kept
+    (level 2 after 1), and does nothing else. DEADLINE_EXCEEDED: requests are left; it does not sleep.
+    """
+    Wake: _grpc.UnaryUnaryMultiCallable[_instance_pb2.WakeRequest, _instance_pb2.WakeResponse]
+    """Have pages and weights again, and go on unless something else holds it. Weights that were dropped are those of an
+    UpdateWeights since, else the checkpoint's; INVALID_ARGUMENT where these are not the ones that were dropped.
+    UNAVAILABLE: a rank has no room; the instance sleeps on.
+    """
     HoldOrder: _grpc.UnaryUnaryMultiCallable[_instance_pb2.HoldOrderRequest, _instance_pb2.HoldOrderResponse]
     """Begin a conductor's order here, or renew its lease. While the lease runs no other order changes this instance. When
     it ends without news the order is over, and what it has paused goes on by itself if its weights are whole.
@@ -73,6 +83,16 @@ class InstanceAsyncStub(InstanceStub):
     Resume: _aio.UnaryUnaryMultiCallable[_instance_pb2.ResumeRequest, _instance_pb2.ResumeResponse]  # type: ignore[assignment]
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_instance_pb2.UpdateWeightsRequest, _instance_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_instance_pb2.SleepRequest, _instance_pb2.SleepResponse]  # type: ignore[assignment]
+    """Take no requests, as in a pause, and give the device's memory of KV pages and weights back, at all ranks or at none. The
+    instance stays a member of the mesh; it takes UpdateWeights. A call while it sleeps may drop weights that are kept
+    (level 2 after 1), and does nothing else. DEADLINE_EXCEEDED: requests are left; it does not sleep.
+    """
+    Wake: _aio.UnaryUnaryMultiCallable[_instance_pb2.WakeRequest, _instance_pb2.WakeResponse]  # type: ignore[assignment]
+    """Have pages and weights again, and go on unless something else holds it. Weights that were dropped are those of an
+    UpdateWeights since, else the checkpoint's; INVALID_ARGUMENT where these are not the ones that were dropped.
+    UNAVAILABLE: a rank has no room; the instance sleeps on.
+    """
     HoldOrder: _aio.UnaryUnaryMultiCallable[_instance_pb2.HoldOrderRequest, _instance_pb2.HoldOrderResponse]  # type: ignore[assignment]
     """Begin a conductor's order here, or renew its lease. While the lease runs no other order changes this instance. When
     it ends without news the order is over, and what it has paused goes on by itself if its weights are whole.
@@ -125,6 +145,28 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.UpdateWeightsResponse, _abc.Awaitable[_instance_pb2.UpdateWeightsResponse]]:
         """Take other weights in place, at all ranks or at none. The instance must be paused, and stays so."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _instance_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.SleepResponse, _abc.Awaitable[_instance_pb2.SleepResponse]]:
+        """Take no requests, as in a pause, and give the device's memory of KV pages and weights back, at all ranks or at none. The
+        instance stays a member of the mesh; it takes UpdateWeights. A call while it sleeps may drop weights that are kept
+        (level 2 after 1), and does nothing else. DEADLINE_EXCEEDED: requests are left; it does not sleep.
+        """
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _instance_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.WakeResponse, _abc.Awaitable[_instance_pb2.WakeResponse]]:
+        """Have pages and weights again, and go on unless something else holds it. Weights that were dropped are those of an
+        UpdateWeights since, else the checkpoint's; INVALID_ARGUMENT where these are not the ones that were dropped.
+        UNAVAILABLE: a rank has no room; the instance sleeps on.
+        """
 
     @_abc_1.abstractmethod
     def HoldOrder(

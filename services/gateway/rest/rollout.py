@@ -99,6 +99,25 @@ class GatherBody(Strict):
     timeout_s: Seconds = None
 
 
+class SleepBody(Strict):
+    """Body of POST /v1/rollout/sleep."""
+
+    model: str | None = None
+    level: Annotated[
+        int | None,
+        Field(description="1 (the default): weights are kept in host memory. 2: they are dropped", ge=1, le=2),
+    ] = None
+    mode: Mode = None
+    timeout_s: Seconds = None
+
+
+class WakeBody(Strict):
+    """Body of POST /v1/rollout/wake."""
+
+    model: str | None = None
+    timeout_s: Seconds = None
+
+
 class RolloutCall(QueryCall[Body]):
     """One order. `check` says who may give it."""
 
@@ -222,11 +241,60 @@ class UpdateWeightsCall(RolloutCall[UpdateWeightsBody]):
         return orjson.dumps(told)
 
 
+class SleepCall(RolloutCall[SleepBody]):
+    """POST /v1/rollout/sleep."""
+
+    body_model = SleepBody
+
+    async def compute(self, read: SleepBody, caller: Caller) -> bytes:
+        """See QueryCall."""
+        timeout_s = read.timeout_s or 60.0
+        request = conductor_pb2.SleepModelRequest(
+            model=self._model(read.model, caller),
+            level=read.level or 1,
+            mode=_mode(read.mode),
+            deadline_ms=round(timeout_s * 1000),
+        )
+        answer = await self.core.conductor.order("SleepModel", request, timeout_s)
+        instances = [
+            {
+                "instance": one.instance.instance_id,
+                "level": one.level,
+                "page_bytes": one.page_bytes,
+                "weight_bytes": one.weight_bytes,
+            }
+            for one in answer.released
+        ]
+        return orjson.dumps({"model": answer.model, "ended": answer.ended, "instances": instances})
+
+
+class WakeCall(RolloutCall[WakeBody]):
+    """POST /v1/rollout/wake."""
+
+    body_model = WakeBody
+
+    async def compute(self, read: WakeBody, caller: Caller) -> bytes:
+        """See QueryCall."""
+        timeout_s = read.timeout_s or 600.0
+        request = conductor_pb2.WakeModelRequest(
+            model=self._model(read.model, caller), deadline_ms=round(timeout_s * 1000)
+        )
+        answer = await self.core.conductor.order("WakeModel", request, timeout_s)
+        told = {
+            "model": answer.model,
+            "weights_epoch": answer.weights_epoch,
+            "instances": answer.instances,
+        }
+        return orjson.dumps(told)
+
+
 CALLS: Mapping[str, type[QueryCall[Any]]] = {
     "/v1/rollout/pause": PauseCall,
     "/v1/rollout/resume": ResumeCall,
     "/v1/rollout/gather": GatherCall,
     "/v1/rollout/update_weights": UpdateWeightsCall,
+    "/v1/rollout/sleep": SleepCall,
+    "/v1/rollout/wake": WakeCall,
 }
 """Served, and documented in docs/howto/rollouts.md, where a gateway's setting `rollout` is on."""
 
