@@ -72,7 +72,7 @@ class PoolMemberMetrics(Collector):
 
 def _renamed(family: Metric, name: str) -> Metric:
     kinds = {"counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
-    told = kinds[family.type](name, family.documentation)
+    told: Metric = kinds[family.type](name, family.documentation)
     for sample in family.samples:
         if model := sample.labels["model"]:
             labels = {"model_name": model, **{key: value for key, value in sample.labels.items() if key != "model"}}

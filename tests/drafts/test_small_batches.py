@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.drafts.drafter import Draft
 from kvmesh.drafts.speculator import Speculator
-from kvmesh.drafts.step_share import StepShares
+from kvmesh.drafts.step_share import DraftCosts, StepShares
 
 KEPT = 0.6  # the chance that a drafted token is right
 WEIGHTS_MS, TOKEN_MS = 20.0, 1.0  # a step reads the weights, and computes each token
@@ -18,7 +18,7 @@ WEIGHTS_MS, TOKEN_MS = 20.0, 1.0  # a step reads the weights, and computes each 
 class Guessing:
     """Drafts zeros; the answer has zeros with the chance KEPT."""
 
-    name, needs_hidden = "guessing", False
+    name, needs_hidden, computes = "guessing", False, False
 
     def begin(self, handle: int, prompt: Sequence[int], answer: Sequence[int]) -> None: ...
 
@@ -48,10 +48,10 @@ class Batch:
         """Returns the mean length of drafts and how many tokens a second were made."""
         handles, drafted, made, took = list(range(rows)), 0, 0, 0.0
         for _ in range(steps):
-            share = self._shares.of(rows).ppm
+            costs = DraftCosts(self._shares.of(rows).ppm)
             # Now and then nothing is found to copy from.
-            found = self._noise.random() < 0.8 and self._speculator.hopes(handles, share)
-            drafts = self._speculator.propose(handles, [7] * rows, share) if found else [None] * rows
+            found = self._noise.random() < 0.8 and self._speculator.hopes(handles, costs)
+            drafts = self._speculator.propose(handles, [7] * rows, costs) if found else [None] * rows
             computed = 0
             for handle, one in zip(handles, drafts, strict=True):
                 length = len(one.draft.tokens) if one is not None else 0

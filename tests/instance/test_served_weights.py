@@ -28,6 +28,7 @@ from kvmesh.errors import (
 )
 from kvmesh.instance.front import Front
 from kvmesh.instance.served_weights import LiveWeights, NewWeights
+from kvmesh.instance.sleeping import InstanceSleep
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.weights_worker import WeightsWorker
 from kvmesh.rollout.trainer import TrainerSegment
@@ -227,7 +228,9 @@ def test_a_rank_outlives_whatever_opening_weights_raises() -> None:
 
 def test_an_instance_does_not_go_on_while_its_weights_are_being_changed() -> None:
     """Else requests would come in between the ranks' look at the new weights and the change."""
-    front: Any = SimpleNamespace(instance_id="a", _live=SimpleNamespace(changing=True, torn="", epoch=0))
+    front: Any = SimpleNamespace(
+        instance_id="a", _live=SimpleNamespace(changing=True, torn="", epoch=0), _sleep=InstanceSleep([])
+    )
     front._share_experts = (front,)
     front._check_whole = lambda: Front._check_whole(front)
     with pytest.raises(Overloaded, match="a: its weights are being changed"):

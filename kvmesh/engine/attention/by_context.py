@@ -173,8 +173,8 @@ class ContextPlan(StepPlan):
         self.attention, self.sequences = attention, sequences
         self._owners = np.arange(len(pages))  # whose table each sequence has: a request's rows have the first one's
         if drafted is not None:
-            own = np.asarray(drafted, np.int64)
-            self._owners[: own.sum()] = np.repeat(np.cumsum(own) - own, own)
+            rows = np.asarray(drafted, np.int64)
+            self._owners[: rows.sum()] = np.repeat(np.cumsum(rows) - rows, rows)
         share, ranks, rank = attention.share, attention.cp.size, attention.cp.rank
         ends = sequences.starts + sequences.lengths
         attention.table.update(pages, share.local_lens(ends))
@@ -187,9 +187,8 @@ class ContextPlan(StepPlan):
         self.counts = [len(deal.tokens) for deal in self.deals]
         back = np.empty_like(numbers)
         back[numbers] = np.arange(len(numbers))
-        self.back = (
-            attention.index(back) if ranks > 1 else None
-        )  # where each of the step's tokens is in what is gathered
+        # Where each of the step's tokens is in what is gathered.
+        self.back = attention.index(back) if ranks > 1 else None
         self._plan_writes(numbers, where[numbers])
         self._plan_queries()
         self._plan_chunks(own)

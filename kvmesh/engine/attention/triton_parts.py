@@ -82,8 +82,8 @@ class TritonParts(PartBackend):
         lse = values.new_empty(len(own), q.shape[1])
         where = (few.table, few.lengths, few.work, few.joins)
         pages, scratch = self.backend.layers[layer], few.scratch(q.shape[1], self.width)
-        spec, several = replace(self.specs[layer], sinks=None), {"requests": few.requests, "queries": few.queries}
-        paged_decode(own, pages, *where, spec, scratch, values, lse, **several)
+        spec = replace(self.specs[layer], sinks=None)
+        paged_decode(own, pages, *where, spec, scratch, values, lse, requests=few.requests, queries=few.queries)
         found.values[few.rows], found.lse[few.rows] = values.view(len(own), q.shape[1], self.width), lse
         return found
 
