@@ -518,10 +518,14 @@ class Front:
         ends_pause: bool = False,
     ) -> int:
         """Ends an order as `OrderHolds.end` does. Returns the epoch of the weights. With `ends_pause` it raises as
-        `resume` does; else an instance whose weights are not whole stays without work."""
+        `resume` does; else an instance whose weights are not whole stays without work. One that sleeps is held no
+        longer by the order when it refuses."""
         check_epoch(needs_epoch, self._live.epoch, time.time_ns())
         if ends_pause:
             self._check_whole()
+            if self._sleep.level:
+                self._pause.holds.end(order, time.monotonic())
+                self._sleep.check_awake(self.instance_id)
         self._pause.holds.end(
             order,
             time.monotonic(),

@@ -29,7 +29,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def live(start: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    flags = {"gateway": {"rollout": True}}
+    ranks = {"rollout_folders": str(tmp_path_factory.getbasetemp())}
+    flags = {"gateway": {"rollout": True}, "prefill-0": ranks, "decode-0": ranks}
     folder = tmp_path_factory.mktemp("run")
     async with running_mesh(start, folder, block_tokens=16, memory_mb=64, flags=flags) as running:
         yield running
