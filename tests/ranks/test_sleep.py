@@ -107,9 +107,9 @@ async def test_memory_falls_and_the_same_tokens_come_after(wide: Path, device: s
         assert await answer(one, 2) == before
 
 
-async def test_what_a_sleep_leaves_of_weights_an_update_writes(wide: Path, tmp_path: Path) -> None:
+async def test_what_a_sleep_leaves_of_weights_an_update_writes(wide: Path) -> None:
     """Level 2, other weights while it sleeps, and awake it answers by these; orders that come twice do nothing."""
-    other = make_checkpoint(tmp_path / "other", tokenizer=False, seed=5, **WIDE)
+    other = make_checkpoint(wide.parent / "other", tokenizer=False, seed=5, **WIDE)
     async with big(wide) as one:
         await fall_asleep(one, keep=True)
         assert (await fall_asleep(one, keep=False)).weight_bytes >= 25 * MIB
