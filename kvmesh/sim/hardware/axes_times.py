@@ -39,7 +39,7 @@ from kvmesh.sim.hardware.collectives import Fabric, MeshAxes, RankSpan, span, st
 from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
 from kvmesh.sim.hardware.node_room import BF16, WEIGHTS, token_bytes
 from kvmesh.sim.hardware.shapes import ModelShape
-from kvmesh.sim.hardware.speculation import HEAD_PAGES, head_shape
+from kvmesh.sim.hardware.speculation import HEAD_PAGES, HEAD_STEP_S, head_shape
 from kvmesh.sim.hardware.times import (
     NodeSpec,
     Pieces,
@@ -154,7 +154,7 @@ class AxesRoofline:
         self._head: AxesRoofline | None = None
         if mtp:  # the last stage has it
             self._head = AxesRoofline(
-                replace(gpu, efficiency=replace(reached, step_s=reached.head_s)),
+                replace(gpu, efficiency=replace(reached, step_s=HEAD_STEP_S)),
                 _OneStage(axes.dp, axes.cp, axes.tp, axes.ep, axes.dcp),
                 head_shape(shape),
                 weight_dtype=weight_dtype,

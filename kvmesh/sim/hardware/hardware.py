@@ -33,9 +33,6 @@ class Efficiency:
     all_reduce_s: float = 15e-6
     # Of one step beside its kernels: scheduling, input tensors, launches, sampling.
     step_s: float = 0.003
-    # Of one step of an MTP head beside its kernels: it is launched behind the model's step, and hands on one token a
-    # row. Some fifty small kernels at 5 us in a graph.
-    head_s: float = 0.00025
     # Pinned host memory to device over PCIe, large copies: 25 to 27 of 32 GB/s on PCIe 4.0 x16.
     host: float = 0.80
     # RDMA through a transfer engine: Mooncake publishes 87 of 100 GB/s over 4 x 200 Gb/s.

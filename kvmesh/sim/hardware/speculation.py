@@ -20,6 +20,9 @@ from kvmesh.errors import ConfigError
 from kvmesh.sim.hardware.shapes import ModelShape
 
 DRAFTERS = ("mtp", "ngram", "suffix")
+# Seconds of one step of an MTP head beside its kernels: it is launched behind the model's step, and hands on one token
+# a row. Some fifty small kernels at 5 us in a graph. It is no field of `Efficiency`, all of which every set-up names.
+HEAD_STEP_S = 0.00025
 HEAD_PAGES = 0.25  # pages of a head, as a share of the model's (`kvmesh up --speculate mtp`): it sees answers alone
 
 
