@@ -80,7 +80,7 @@ async def test_errors(mesh: Mesh, client: Any) -> None:
         await run.cancelled.wait()
 
     mesh.decodes[0].script = stalls
-    stream = await client.messages.create(**ASKED, stream=True, extra_headers={"x-request-timeout-ms": "500"})
+    stream = await client.messages.create(**ASKED, stream=True, extra_headers={"x-request-timeout-ms": "2000"})
     with pytest.raises(anthropic.APIStatusError) as broken:
         [event async for event in stream]
     assert broken.value.body["error"]["type"] == "timeout_error"
