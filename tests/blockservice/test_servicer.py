@@ -155,7 +155,7 @@ async def test_nothing_held_is_no_error(holder: Node) -> None:
 
 async def test_a_lease_that_nobody_gives_back_ends_by_itself(holder: Node) -> None:
     async with stub(holder.address) as rpc:
-        for ms in (300, 30, 150):
+        for ms in (1_500, 1_000, 1_200):
             await rpc.Lease(lease(lease_ms=ms))
         assert holder.store.stats.leases == 3
         await until(lambda: holder.store.stats.leases == 0)

@@ -31,6 +31,7 @@ async def test_puts_without_room_wait_bounded_and_do_not_spin(monkeypatch: pytes
         full = keys_of(*range(3))
         await caller.put(full, [1 << 20] * 3)
         lease = await caller.lease(full)
+        assert lease.held == b"\1\1\1"
         looks = 0
         ends = await asyncio.gather(
             *(caller.put(keys_of(("new", i)), [2 << 20], read_within_ms=2_000) for i in range(CALLERS)),

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvmesh.drafts.drafter import NO_DRAFT, Draft
 from kvmesh.drafts.ngram import NgramDrafter
 from kvmesh.drafts.speculator import Speculator
-from kvmesh.drafts.step_share import DraftCosts
+from kvmesh.drafts.step_share import NO_COSTS, DraftCosts
 from kvmesh.engine.batch import PrefillInput, SampleParams
 from kvmesh.engine.cache_memory import group_shapes, is_state, zeroed_memory
 from kvmesh.engine.checkpoint import open_checkpoint
@@ -153,9 +153,9 @@ def test_a_drafter_that_raises_ends_the_rows_as_other_faults_do(size: int, error
 @pytest.mark.parametrize("room", [[0, 0], [0, 1]])
 def test_a_step_waits_for_no_draft_that_has_no_room(room: list[int]) -> None:
     called: list[str] = []
-    steps: Any = SimpleNamespace(share_ppm=0, begin=lambda launch: launch, _snapshots=(), batches=None)
+    steps: Any = SimpleNamespace(draft_costs=NO_COSTS, begin=lambda launch: launch, _snapshots=(), batches=None)
     steps.rows = SimpleNamespace(room_for_drafts=lambda whole_blocks: room)
-    steps._hopes = lambda share_ppm: True
+    steps._hopes = lambda costs: True
     steps._run_ahead = lambda begin: called.append("ahead")
 
     def settle() -> None:
