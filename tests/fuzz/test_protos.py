@@ -121,19 +121,24 @@ async def test_rpc(
 
 
 async def _resume(mesh: Running) -> None:
-    """Undoes what an operator's noise may have asked for."""
-    async with connect(mesh.mesh.addresses["decode-0"]) as channel:
-        stub = instance_pb2_grpc.InstanceStub(channel)  # type: ignore[no-untyped-call]
-        await until(lambda: _resumed(stub), "the leases of orders that nobody carries out to end", RESUME_S)
-    async with connect(mesh.mesh.addresses["conductor"]) as channel:
+    """Undoes what an operator's noise may have asked for: who sleeps is woken before anything is resumed."""
+    async with (
+        connect(mesh.mesh.addresses["conductor"]) as channel,
+        connect(mesh.mesh.addresses["decode-0"]) as decode,
+    ):
         conductor = conductor_pb2_grpc.ConductorStub(channel)  # type: ignore[no-untyped-call]
-        await conductor.WakeModel(conductor_pb2.WakeModelRequest(model="demo-model"), timeout=RESUME_S)
-        await conductor.ResumeModel(conductor_pb2.ResumeModelRequest(model="demo-model"), timeout=RESUME_S)
+        instance = instance_pb2_grpc.InstanceStub(decode)  # type: ignore[no-untyped-call]
+        wake = conductor_pb2.WakeModelRequest(model="demo-model")
+        resume = conductor_pb2.ResumeModelRequest(model="demo-model")
+        what = "the leases of orders that nobody carries out to end"
+        await until(lambda: _taken(conductor.WakeModel(wake, timeout=RESUME_S)), what, RESUME_S)
+        await until(lambda: _taken(instance.Resume(instance_pb2.ResumeRequest(), timeout=RESUME_S)), what, RESUME_S)
+        await until(lambda: _taken(conductor.ResumeModel(resume, timeout=RESUME_S)), what, RESUME_S)
 
 
-async def _resumed(stub: Any) -> bool:
+async def _taken(call: Any) -> bool:
     try:
-        await stub.Resume(instance_pb2.ResumeRequest(), timeout=RESUME_S)
+        await call
     except grpc.aio.AioRpcError as error:
         if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise
