@@ -99,6 +99,7 @@ def test_roles_follow_a_load_that_needs_them() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # two minutes on a slow machine
 def test_who_is_to_keep_its_role_keeps_it() -> None:
     """Prompts are long and answers short: all decode instances but one would become prefill instances."""
     balance = replace(NEVER_REFUSE.balance, switch_roles=True)
