@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -67,13 +68,14 @@ class Held(Weights):
     def __init__(self, tensors: dict[str, torch.Tensor], model: ModelConfig, dtype: torch.dtype, group: Group) -> None:
         self.tensors, self.model, self.mesh = tensors, model, GivenMesh(group)
         self.dtype, self.device = dtype, torch.device("cpu")
+        self.checkpoint: Any = SimpleNamespace(info=lambda name: tensors[name])
 
     @property
     def config(self) -> ModelConfig:
         return self.model
 
-    def view(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
+    def view(self, name: str, *box: range) -> torch.Tensor:
+        return self.tensors[name][tuple(slice(one.start, one.stop) for one in box)]
 
     def release(self, *names: str) -> None:
         """Nothing is mapped."""

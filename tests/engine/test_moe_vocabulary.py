@@ -205,7 +205,7 @@ def test_a_rank_reads_no_other_s_whole_experts(family: str, tmp_path: Path, monk
             if "experts." in name and "shared" not in name:
                 parameter[: own.start] = torch.nan
     view = Weights.view
-    monkeypatch.setattr(Weights, "view", lambda self, name: (read.append(name), view(self, name))[1])
+    monkeypatch.setattr(Weights, "view", lambda self, name, *box: (read.append(name), view(self, name, *box))[1])
     made = ours(checkpoint_of(family, block, tmp_path), RankByItself(1, 2), cut="whole")
     assert torch.equal(made(drawn_inputs()), expected) and expected.abs().max() > 0.1
     numbers = {int(part) for name in read for part in name.split(".experts.")[-1].split(".")[:1] if part.isdigit()}
