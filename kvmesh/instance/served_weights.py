@@ -3,7 +3,6 @@ keys would name other KV), and how they change: at all ranks or at none."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -11,14 +10,13 @@ from dataclasses import dataclass
 
 from kvmesh.errors import (
     BY_CODE,
-    DeadlinePassed,
     FailedWeights,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
-    Unavailable,
     WeightsChanged,
 )
+from kvmesh.instance.asked_ranks import AskedRanks
 from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH, check_epoch
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
@@ -91,27 +89,27 @@ class WeightsTaken:
     apply_s: float
 
 
-class LiveWeights:
+class LiveWeights(AskedRanks[m.WeightsPrepared | m.WeightsApplied]):
     """Changes the weights of an instance, one update at a time. All methods belong to the event loop.
 
     First every rank opens the new weights and checks them; only when all can does any change. A rank that ends in
     between ends the instance. Where a rank could not read on, `torn` says so: nothing is computed with a mixture, and
     the next update that succeeds mends it."""
 
+    answers = (m.WeightsPrepared, m.WeightsApplied)
+    late = "the weights were not there in time"
+
     def __init__(self, ranks: Sequence[RankClient], epoch: int) -> None:
-        self._ranks = ranks
+        super().__init__(ranks)
         self.epoch = epoch
         self.path = ""  # where the weights came from, if an instance that starts anew can read it, too
         self.torn = ""
         self._highest = epoch  # that was ever begun
-        self._tickets = 0
-        self._waiting: asyncio.Future[None] | None = None
-        self._answers: dict[int, m.WeightsPrepared | m.WeightsApplied] = {}
 
     @property
     def changing(self) -> bool:
         """Whether an update is under way."""
-        return self._waiting is not None
+        return self.asking
 
     async def update(self, new: NewWeights, deadline_s: float) -> WeightsTaken:
         """Takes other weights; no request may be in the instance. Raises InvalidRequest or CheckpointError where they
@@ -121,12 +119,11 @@ class LiveWeights:
             raise Overloaded("epoch: another update of the weights is under way", retry_after_ms=1000)
         new.check(self._highest)
         check_epoch(new.epoch, self._highest, time.time_ns())
-        self._tickets += 1
-        ticket, start = self._tickets, time.monotonic()
+        ticket, start = self._next_ticket(), time.monotonic()
         until = start + deadline_s
         prepare = m.PrepareWeights(ticket, new.path, new.segment, new.tensors, deadline_s)
         try:
-            prepared = await self._ask(prepare, until)
+            prepared = await self._ask(prepare, ticket, until)
             for rank, answer in enumerate(prepared):
                 assert isinstance(answer, m.WeightsPrepared)
                 if answer.why_not:
@@ -140,7 +137,8 @@ class LiveWeights:
             raise
         self._highest = new.epoch
         self.torn = f"the weights of epoch {new.epoch} are not whole"
-        applied = await self._ask(m.ApplyWeights(ticket, max(0.1, until - time.monotonic())), until)
+        apply = m.ApplyWeights(ticket, max(0.1, until - time.monotonic()))
+        applied = await self._ask(apply, ticket, until)
         nbytes, apply_ns = 0, 0
         for rank, done in enumerate(applied):
             assert isinstance(done, m.WeightsApplied)
@@ -152,36 +150,3 @@ class LiveWeights:
         taken = WeightsTaken(nbytes, time.monotonic() - start, apply_ns / 1e9)
         log.info("weights of epoch %d: %d bytes in %.2f s", new.epoch, nbytes, taken.seconds)
         return taken
-
-    async def _ask(
-        self, message: m.PrepareWeights | m.ApplyWeights, until: float
-    ) -> list[m.WeightsPrepared | m.WeightsApplied]:
-        """Returns all ranks' answers. Raises DeadlinePassed, Unavailable."""
-        self._answers = {}
-        self._waiting = asyncio.get_running_loop().create_future()
-        for rank in self._ranks:
-            rank.send(message)
-        try:
-            async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                await self._waiting
-        except TimeoutError:
-            silent = ", ".join(str(rank.rank) for rank in self._ranks if rank.rank not in self._answers)
-            raise DeadlinePassed(f"the weights were not there in time at rank {silent}", field="deadline_ms") from None
-        finally:
-            self._waiting = None
-        return [self._answers[rank.rank] for rank in self._ranks]
-
-    def rank_said(self, rank: int, message: m.ToFront) -> bool:
-        """Takes a rank's answer; False: the message is for somebody else."""
-        if not isinstance(message, m.WeightsPrepared | m.WeightsApplied):
-            return False
-        if self._waiting is not None and message.ticket == self._tickets:
-            self._answers[rank] = message
-            if len(self._answers) == len(self._ranks) and not self._waiting.done():
-                self._waiting.set_result(None)
-        return True
-
-    def ranks_lost(self, cause: str) -> None:
-        """A rank has ended: nobody can answer any more."""
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(Unavailable(cause))

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, Unavailable
+from kvmesh.instance.asked_ranks import AskedRanks
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
 
 log = logging.getLogger(__name__)
 
-Order = m.PrepareSleep | m.FallAsleep | m.WakeUp
 Answer = m.SleepPrepared | m.Asleep | m.Awake
 WAKE_S = 60.0  # for ranks that have to be woken as another one could not sleep
 
@@ -48,28 +48,29 @@ class MemoryReleased:
     ended: int = 0
 
 
-class InstanceSleep:
+class InstanceSleep(AskedRanks[Answer]):
     """Puts the ranks of one instance to sleep and wakes them, one order at a time. All methods belong to the event
     loop. Nothing may be in flight in the instance; `Front.sleep` sees to that.
 
     First every rank prepares, of which each can be refused; only when all have does any give memory back. A rank that
     ends in between ends the instance."""
 
+    answers = (m.SleepPrepared, m.Asleep, m.Awake)
+    late = "a sleep or wake was not done in time"
+
     def __init__(self, ranks: Sequence[RankClient]) -> None:
-        self._ranks = ranks
+        super().__init__(ranks)
         self.level = SleepLevel.AWAKE
         self.dropped = False  # whether weights have to be read or updated before anything is computed
         self.turn = asyncio.Lock()
-        self._tickets = 0
-        self._waiting: asyncio.Future[None] | None = None
-        self._answers: dict[int, Answer] = {}
 
     async def fall_asleep(self, level: SleepLevel, until: float, moved: Callable[[], None]) -> tuple[int, int]:
         """Returns the bytes of pages and weights that were given back. Nobody knows blocks in pages any more. Raises
         Unavailable where a rank cannot; then all are awake, and `moved` is called, as pages lie elsewhere."""
         keep = level is SleepLevel.KEEP_WEIGHTS
         try:
-            for rank, answer in enumerate(await self._ask(lambda ticket: m.PrepareSleep(ticket, keep), until)):
+            ticket = self._next_ticket()
+            for rank, answer in enumerate(await self._ask(m.PrepareSleep(ticket, keep), ticket, until)):
                 assert isinstance(answer, m.SleepPrepared)
                 if answer.why_not:
                     raise Unavailable(f"rank {rank} cannot sleep: {answer.why_not}")
@@ -80,7 +81,8 @@ class InstanceSleep:
             raise
         self.level = max(self.level, level)
         self.dropped = self.dropped or not keep
-        answers = await self._ask(lambda ticket: m.FallAsleep(ticket, keep), until)
+        ticket = self._next_ticket()
+        answers = await self._ask(m.FallAsleep(ticket, keep), ticket, until)
         given = [answer for answer in answers if isinstance(answer, m.Asleep)]
         pages, weights = sum(one.page_bytes for one in given), sum(one.weight_bytes for one in given)
         log.info("asleep at level %d: %d bytes of pages and %d of weights", self.level, pages, weights)
@@ -93,7 +95,8 @@ class InstanceSleep:
         self.level, self.dropped = SleepLevel.AWAKE, False
 
     async def _wake_ranks(self, until: float) -> None:
-        answers = await self._ask(m.WakeUp, until)
+        ticket = self._next_ticket()
+        answers = await self._ask(m.WakeUp(ticket), ticket, until)
         for rank, answer in zip(self._ranks, answers, strict=True):
             assert isinstance(answer, m.Awake)
             if answer.ready is None:
@@ -126,35 +129,3 @@ class InstanceSleep:
         if self.dropped and epoch != first:
             text = f"the weights of epoch {epoch} were dropped in a sleep: update the weights, then wake it"
             raise InvalidRequest(text, field="weights_epoch")
-
-    async def _ask(self, make: Callable[[int], Order], until: float) -> list[Answer]:
-        """Returns all ranks' answers. Raises DeadlinePassed, Unavailable."""
-        self._tickets += 1
-        self._answers = {}
-        self._waiting = asyncio.get_running_loop().create_future()
-        for rank in self._ranks:
-            rank.send(make(self._tickets))
-        try:
-            async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                await self._waiting
-        except TimeoutError:
-            silent = ", ".join(str(rank.rank) for rank in self._ranks if rank.rank not in self._answers)
-            raise DeadlinePassed(f"rank {silent} has not answered in time", field="deadline_ms") from None
-        finally:
-            self._waiting = None
-        return [self._answers[rank.rank] for rank in self._ranks]
-
-    def rank_said(self, rank: int, message: m.ToFront) -> bool:
-        """Takes a rank's answer; False: the message is for somebody else."""
-        if not isinstance(message, m.SleepPrepared | m.Asleep | m.Awake):
-            return False
-        if self._waiting is not None and message.ticket == self._tickets:
-            self._answers[rank] = message
-            if len(self._answers) == len(self._ranks) and not self._waiting.done():
-                self._waiting.set_result(None)
-        return True
-
-    def ranks_lost(self, cause: str) -> None:
-        """A rank has ended: nobody can answer any more."""
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(Unavailable(cause))

@@ -24,9 +24,8 @@ from kvmesh.membership.places import instance_of
 from kvmesh.rpc import status
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, instance_pb2
 from kvmesh.rpc.running_orders import RunningOrders
-from kvmesh.services.conductor.balance.gather import plan_gather
+from kvmesh.services.conductor.balance.gather import holdings, plan_gather, prefill_s
 from kvmesh.services.conductor.domain import NewestWeights
-from kvmesh.services.conductor.fleet.decode_holdings import holdings, prefill_s
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.mapping import ref_out
 from kvmesh.services.conductor.order_lease import LEASE_S, OrderLease, call_all, good

@@ -15,10 +15,15 @@ Who prefills as well is kept first: answers that move want their KV computed som
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.membership.places import instance_of
+from kvmesh.services.conductor.fleet.instance import Instance
+
 SLOWER = 0.25
+MOST_MOVED = 16_384  # answers; instances say how many they have
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,8 @@ def _why_not(
 
 def _spread(kept: Sequence[DecodeHolding], moving: Sequence[DecodeHolding]) -> list[_Kept] | None:
     """Returns what the kept ones have when each answer that moves goes to who has the fewest; None: no room."""
+    if sum(holding.rows for holding in moving) > MOST_MOVED:
+        return None
     after = [_Kept(one) for one in kept]
     heap = [(one.rows, at) for at, one in enumerate(after)]
     heapq.heapify(heap)
@@ -132,3 +139,35 @@ def _spread(kept: Sequence[DecodeHolding], moving: Sequence[DecodeHolding]) -> l
             one.rows, one.context = one.rows + 1, one.context + each
             heapq.heappush(heap, (one.rows, at))
     return after
+
+
+def holdings(instances: Sequence[Instance]) -> list[DecodeHolding]:
+    """Returns what those that decode have, each with all its data-parallel places."""
+    of: dict[str, list[Instance]] = {}
+    for instance in instances:
+        if instance.role.decodes:
+            of.setdefault(instance_of(instance.ref.instance_id), []).append(instance)
+    return [_holding(name, places) for name, places in of.items()]
+
+
+def _holding(name: str, places: Sequence[Instance]) -> DecodeHolding:
+    first = places[0]
+    return DecodeHolding(
+        name,
+        rows=sum(place.batch.requests for place in places),
+        context_tokens=sum(place.batch.context_tokens for place in places),
+        room_tokens=sum(place.load.free_pages * place.model.block_tokens for place in places),
+        max_rows=sum(place.max_running or math.inf for place in places),
+        prefills=first.role.prefills,
+        left_s=max(place.batch.residence_s for place in places),
+        step_s=first.decode.predict,
+        places=len(places),
+    )
+
+
+def prefill_s(instances: Sequence[Instance]) -> Callable[[float], float]:
+    """Returns how long it takes to compute so many tokens at the first of those that prefill."""
+    for instance in instances:
+        if instance.role.prefills:
+            return lambda tokens: instance.prefill.predict(tokens, 0)
+    return lambda tokens: math.inf
