@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvmesh.errors import CheckpointError, FailedWeights, InvalidRequest, OrderLapsed, Overloaded
+from kvmesh.errors import CheckpointError, FailedWeights, InvalidRequest, OrderLapsed, Overloaded, Unavailable
 from kvmesh.instance.pausing import PauseMode
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from kvmesh.rpc.server import Server
@@ -260,3 +260,44 @@ async def test_an_order_whose_lease_has_ended_changes_nothing(tmp_path: Path) ->
             fronts[1].front._pause.holds.check(fronts[0].front._pause.holds._order, time.monotonic())
         await lease.release()
         assert all(front.works for front in fronts)
+
+
+SLEEP = conductor_pb2.SleepModelRequest(model="m", level=1)
+WAKE = conductor_pb2.WakeModelRequest(model="m")
+
+
+async def test_where_one_instance_cannot_sleep_none_does(tmp_path: Path) -> None:
+    async with ordered_fronts(tmp_path, "d", "p") as fronts:
+        d, p = fronts
+        p.sleep.error = Unavailable("rank 0 cannot sleep: a window is open")
+        with pytest.raises(Unavailable, match="a window is open"):
+            await conductor(fronts).sleep(SLEEP)
+        assert not d.sleep.level and not p.sleep.level
+        assert d.works and p.works, "what ran goes on"
+
+
+async def test_who_sleeps_is_woken_before_it_is_resumed(tmp_path: Path) -> None:
+    """The conductor of this test never hears that they sleep: the instances themselves refuse."""
+    async with ordered_fronts(tmp_path, "d", "p") as fronts:
+        control = conductor(fronts)
+        slept = await control.sleep(SLEEP)
+        assert [one.page_bytes for one in slept.released] == [100, 100]
+        assert not any(one.works for one in fronts)
+        with pytest.raises(InvalidRequest, match="it sleeps; wake it first"):
+            await control.resume(conductor_pb2.ResumeModelRequest(model="m"))
+        assert not any(one.works for one in fronts)
+        again = await control.sleep(SLEEP)
+        assert [one.page_bytes for one in again.released] == [0, 0]
+        woken = await asyncio.gather(control.wake(WAKE), control.wake(WAKE))
+        assert [one.instances for one in woken] == [2, 2] and all(one.works for one in fronts)
+
+
+async def test_a_pause_by_hand_outlives_a_sleep(tmp_path: Path) -> None:
+    async with ordered_fronts(tmp_path, "d") as [d]:
+        control = conductor([d])
+        await control.pause(pause())
+        await control.sleep(SLEEP)
+        await control.wake(WAKE)
+        assert not d.works
+        await control.resume(conductor_pb2.ResumeModelRequest(model="m"))
+        assert d.works

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from kvmesh.instance.config import InstanceConfig
 from kvmesh.instance.front import Front
 from kvmesh.instance.served_weights import LiveWeights, NewWeights, WeightsTaken
 from kvmesh.instance.servicer import Switchable, add_instance
+from kvmesh.instance.sleeping import InstanceSleep, SleepLevel
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.server import Server
 from kvmesh.services.conductor.fleet.instance import Instance
@@ -46,10 +47,27 @@ class NoRanks(LiveWeights):
         return WeightsTaken(len(self.updates), 0.0, 0.0)
 
 
+class NoRanksAsleep(InstanceSleep):
+    """Sleeps, or raises `error`."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.error: KvmeshError | None = None
+
+    async def fall_asleep(self, level: SleepLevel, until: float, moved: Callable[[], None]) -> tuple[int, int]:
+        if self.error is not None:
+            raise self.error
+        self.level = level
+        return 100, 10
+
+    async def wake(self, until: float) -> None:
+        self.level = SleepLevel.AWAKE
+
+
 class OneHalf:
     """Is what is paused of such an instance. `refused` is the error of requests."""
 
-    empty = True
+    empty, copies = True, False
 
     def __init__(self) -> None:
         self.refused: KvmeshError | None = None
@@ -62,6 +80,10 @@ class OneHalf:
         self.ended += 1
         return 1
 
+    async def leave_pages(self) -> None: ...
+
+    def pages_moved(self) -> None: ...
+
 
 class OrderedFront:
     """Is one instance; `known` is what a conductor knows of it."""
@@ -70,9 +92,9 @@ class OrderedFront:
         self.front = Front(
             InstanceConfig(instance_id=name, model=str(folder)), pb.ROLE_BOTH, lambda rank, message: None
         )
-        self.live, self.half = NoRanks(), OneHalf()
+        self.live, self.half, self.sleep = NoRanks(), OneHalf(), NoRanksAsleep()
         front: Any = self.front
-        front._live = self.live
+        front._live, front._sleep = self.live, self.sleep
         front.ranks = [SimpleNamespace(ready=SimpleNamespace(fingerprint="ff"))]
         self.front.can_pause(self.half, on_weights=lambda: None)
         self.decodes = decodes
