@@ -28,17 +28,24 @@ hypothesis.settings.load_profile("kvmesh")
 
 TESTS = Path(__file__).parent
 STARTS_RANKS = {"blockservice", "decode", "membership", "pool", "prefill", "ranks", "storeclient"}
+STARTS_COLD = {"gpu", "rdma"}  # their meshes come up as in the product
 QUICK_PART = 10  # of a property's examples ...
 FEWEST = 5  # ... but at least so many
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where many ranks are started, they are forked from one process that has imported torch."""
-    from tests.support.warm_ranks import warm_ranks
+def _warm_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where many ranks or meshes are started, they are forked from one process that has imported torch."""
+    from tests.support.warm_processes import warm_ranks, warm_services
 
-    asking = [item for item in request.session.items if _folder(item) in STARTS_RANKS]
-    with warm_ranks() if len(asking) > 10 and not any(map(_mesh, asking)) else contextlib.nullcontext():
+    items = request.session.items
+    meshes = [item for item in items if _mesh(item)]
+    ranks = [item for item in items if _folder(item) in STARTS_RANKS]
+    with contextlib.ExitStack() as warm:
+        if len(meshes) > 3 and not any(_folder(item) in STARTS_COLD for item in meshes):
+            warm.enter_context(warm_services())
+        elif len(ranks) > 10 and not any(map(_mesh, ranks)):
+            warm.enter_context(warm_ranks())
         yield
 
 
@@ -46,7 +53,7 @@ def _warm_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 def cold_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are started as in the product."""
     from kvmesh.ranks import client
-    from tests.support.warm_ranks import COLD
+    from tests.support.warm_processes import COLD
 
     monkeypatch.setattr(client, "start_process", COLD)
 

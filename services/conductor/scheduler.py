@@ -109,7 +109,8 @@ class Scheduling:
         slo = self.admission.slo(request)
         bounds, judge = self.admission.bounds(request, slo), self.admission.judge(request, slo, now)
         threshold = self.threshold.value(now)
-        near = self.affinity.near(request, now)
+        sibling = self._fleet.named(request.sibling_prefill)
+        near = self.affinity.near(request, now, sibling.prefill.predict(request.prompt_tokens, 0) if sibling else 0.0)
         overtaking = self._lines.of(request.model, len(prefills), lambda: self._ledger.others_rate(request.model), now)
         scoring = ScoringContext(
             bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, overtaking

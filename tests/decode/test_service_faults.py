@@ -22,7 +22,7 @@ from tests.support.decode.bench import Bench, ScriptedPrefill, bench
 from tests.support.rank_driver import BLOCK, rank
 from tests.support.reference import assert_matches_reference
 from tests.support.services import Running, until
-from tests.support.warm_ranks import children
+from tests.support.warm_processes import children
 
 pytestmark = pytest.mark.timeout(240)
 PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(37)]

@@ -62,7 +62,7 @@ class Service:
 
     @property
     def ranks(self) -> list[int]:
-        return [child.pid for child in psutil.Process(self.pid).children()]
+        return [child.pid for child in children(self.pid)]
 
     @property
     def said(self) -> str:

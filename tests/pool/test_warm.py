@@ -33,7 +33,7 @@ from tests.pool.test_pool import Master, ask, master, of_pool, pool_config
 from tests.support.nodes import bench, keys_of, node, stub
 from tests.support.services import running
 from tests.support.services import until as eventually
-from tests.support.warm_ranks import children
+from tests.support.warm_processes import children
 
 BASE, REGION = 4096, 4 << 20
 SLOTS = REGION // 4096

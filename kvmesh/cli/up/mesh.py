@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 from kvmesh.cli import probe
 from kvmesh.cli.up import checks, plan
@@ -62,6 +62,24 @@ class Event:
     text: str = ""
 
 
+class ServiceProcess(Protocol):
+    """The process of a service, with the methods of `subprocess.Popen` that are needed here."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
+def start_service(argv: Sequence[str], env: Mapping[str, str], out: IO[bytes]) -> ServiceProcess:
+    """Starts a process that leads a group of its own and writes to `out`."""
+    return subprocess.Popen(
+        argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, process_group=0
+    )
+
+
 @dataclass
 class Process:
     """One supervised process; read by others, changed only under the mesh's lock."""
@@ -71,7 +89,7 @@ class Process:
     pid: int = 0
     restarts: int = 0
     last_exit: str = ""
-    _popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _popen: ServiceProcess | None = field(default=None, repr=False)
     _log_start: int = 0
     _spawned_at: float = 0.0
     _ready_at: float = 0.0
@@ -259,14 +277,7 @@ class Mesh:
         spec.ready_file.unlink(missing_ok=True)
         with open(spec.log, "ab", opener=private_opener) as out:
             one._log_start = out.tell()
-            popen = subprocess.Popen(
-                spec.argv,
-                env={**spec.env, process.PARENT_ENV: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+            popen = start_service(spec.argv, {**spec.env, process.PARENT_ENV: str(os.getpid())}, out)
         with self._changed:
             one._popen, one.pid = popen, popen.pid
             one._spawned_at = time.monotonic()

@@ -5,7 +5,8 @@ Affinity is a term of the score, not a router of its own. Pure.
               about to be, and prefill the end of the prompt, which no announcement has reported yet.
     sibling   The answers to one prompt of one request (`n`) are placed where the first one went: its blocks are coming
               there, so the prompt is computed once. Anywhere else it would be computed again, which takes the sibling
-              as long as waiting for the first one and costs the mesh a whole prefill.
+              as long as waiting for the first one and costs the mesh a whole prefill: so much is it worth, and
+              SIBLING_S at least.
     origin    Requests that share much of their prompts and run in one batch share reads of the KV (cascade attention),
               so they gather at one decode instance, among those where they went lately.
 
@@ -27,7 +28,8 @@ from kvmesh.services.conductor.score import COUNTED_TOKENS
 from kvmesh.services.conductor.settings import AffinitySettings
 
 SESSION_FADES_S, ORIGIN_FADES_S = 60.0, 10.0  # to 1/e
-# Siblings are placed within milliseconds: waiting where the first one is and computing elsewhere come to the same.
+# Siblings are placed within milliseconds: waiting where the first one is and computing elsewhere come to the same, but
+# for the last block of each, which every answer to the prompt computes.
 SIBLING_S = 1.0
 MAX_SESSIONS, MAX_ORIGINS, MAX_PLACES = 65_536, 8_192, 4
 
@@ -45,8 +47,9 @@ class Affinity:
         """Returns how many sessions and origins are remembered."""
         return len(self._sessions) + len(self._origins)
 
-    def near(self, request: Schedule, now: float) -> Nearness:
-        """Returns the affinity terms of the request's score."""
+    def near(self, request: Schedule, now: float, prompt_s: float = 0.0) -> Nearness:
+        """Returns the affinity terms of the request's score. `prompt_s` is how long its whole prompt takes to compute
+        where a sibling is."""
         most = self._settings
         last = self._sessions.get(_session(request)) if most.session_s > 0 and request.session else None
         places = self._origins.get(_origin(request)) if most.origin_s > 0 and request.origin else None
@@ -54,7 +57,7 @@ class Affinity:
         if last is None and places is None and not sibling:
             return NOWHERE
         prefill = decode = together = NOTHING
-        prefills = {sibling: SIBLING_S} if sibling else {}
+        prefills = {sibling: max(SIBLING_S, prompt_s)} if sibling else {}
         if last is not None:
             worth_s = most.session_s * math.exp(-max(0.0, now - last[2]) / SESSION_FADES_S)
             prefills[last[0]] = prefills.get(last[0], 0.0) + worth_s

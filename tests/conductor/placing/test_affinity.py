@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.services.conductor.domain import Load, Role, Schedule
+from kvmesh.services.conductor.costs.models import PREFILL_PRIOR
+from kvmesh.services.conductor.domain import Load, PrefillSample, Role, Schedule
 from kvmesh.services.conductor.placing import affinity
 from kvmesh.services.conductor.placing.affinity import Affinity
 from kvmesh.services.conductor.placing.nearness import NOWHERE, NearInstances
 from kvmesh.services.conductor.placing.placement import PlacementChoice
-from kvmesh.services.conductor.score import COUNTED_TOKENS
+from kvmesh.services.conductor.score import COUNTED_TOKENS, attention_pairs
 from kvmesh.services.conductor.settings import AffinitySettings
 from tests.support.conductor.brain import Brain, chain
 
@@ -168,14 +169,22 @@ def test_siblings_are_computed_where_the_first_one_is() -> None:
     near = Affinity(AffinitySettings()).near(asked(sibling_prefill="p1"), 0.0)
     assert (near.prefill_s("p1"), near.prefill_s("p0")) == (0.0, affinity.SIBLING_S)
     assert near.decode_s("d0") == near.decode_s("d1") == 0.0, "their answers may be made anywhere"
+    near = Affinity(AffinitySettings()).near(asked(sibling_prefill="p1"), 0.0, 30.0)
+    assert near.prefill_s("p0") == 30.0, "a long prompt is computed once, however long its last blocks take"
     known = Affinity(BOTH)
     known.placed(asked(session="s"), at("p0", "d0"), 0.0)
     near = known.near(asked(session="s", sibling_prefill="p1"), 0.0)
     assert near.prefill_s("p1") == 0.0 < near.prefill_s("p0") < near.prefill_s("p2")
 
 
-def test_a_sibling_waits_for_the_first_one_rather_than_compute_elsewhere() -> None:
+@pytest.mark.parametrize("slower", [1, 40])
+def test_a_sibling_waits_for_the_first_one_rather_than_compute_elsewhere(slower: int) -> None:
+    """However slow the instances are: on slow ones the last blocks of seven take longer than a second, too."""
     brain = mesh(3, 2)
+    for tokens in range(100, 2000, 100):
+        took_s = slower * PREFILL_PRIOR.at(tokens, attention_pairs(tokens, 0), 1)
+        for name in ("p0", "p1", "p2"):
+            brain.beat(name, prefill_samples=(PrefillSample(f"r{tokens}", tokens, 0, took_s, 0, 0.0),))
     keys = chain("prompt", 93)
     first = brain.placed(1500, keys=keys)
     there = first.prefill.instance_id

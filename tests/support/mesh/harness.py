@@ -16,6 +16,7 @@ from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.support.mesh.client import MeshClient, gateway_status, leaks, pools, until
+from tests.support.warm_processes import children
 
 READY_S = 120.0
 SETTLE_S = 60.0
@@ -35,7 +36,7 @@ class Running:
         return self.mesh.processes[name].pid
 
     def rank_pids(self, name: str) -> list[int]:
-        return [child.pid for child in psutil.Process(self.pid(name)).children()]
+        return [child.pid for child in children(self.pid(name))]
 
     def all_pids(self) -> list[int]:
         return [p for name in self.mesh.processes for p in (self.pid(name), *self.rank_pids(name))]
