@@ -22,7 +22,7 @@ NATIVE := $(wildcard kvmesh/engine/cpu/*.cpp kvmesh/engine/cpu/*.h kvmesh/engine
 
 DOCS := $(VENV)/.stamp-docs
 
-.PHONY: help up docs reference test test-all test-rest test-compose soak chaos check lint format bench proto clean install install-dev rdma-guest
+.PHONY: help up docs reference test test-all test-rest test-long test-compose soak chaos check lint format bench proto clean install install-dev rdma-guest
 
 help: ## this list
 	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -61,12 +61,17 @@ test: $(DEV) ## the quick tests, before every commit; ARGS="tests/store -k names
 test-all: ## everything that this machine can run: the quick tests, the rest, and the mesh in containers
 	@$(MAKE) --no-print-directory test ARGS=
 	@$(MAKE) --no-print-directory test-rest
-	@$(MAKE) --no-print-directory test-compose
+	@$(MAKE) --no-print-directory test-long
 
 test-rest: $(DEV) ## what `make test` leaves out, but for containers: slow tests, all examples, whole meshes, storms
 	@scripts/install_redis.sh
 	@scripts/fetch_json_schema_suite.sh $(VENV)
 	@$(BIN)/python scripts/run_tests.py --rest
+
+test-long: $(DEV) ## what CI leaves out: more families, and the mesh in containers with every fault
+	@scripts/install_redis.sh
+	@$(BIN)/python scripts/run_tests.py --long
+	@COMPOSE_TEST_FAULTS=. $(MAKE) --no-print-directory test-compose
 
 test-compose: $(DEV) ## the mesh in containers, struck under load: needs a Docker daemon, or root on Debian 12
 	@PYTHON=$(BIN)/python scripts/test_compose.sh $(ARGS)

@@ -1,8 +1,10 @@
-"""Runs the tests in one of two speeds. Folders run side by side, four at a time; each is a pytest process.
+"""Runs the tests in one of three speeds. Folders run side by side, four at a time; each is a pytest process.
 
-    --quick   for `make test`: all tests but those marked `slow` or `mesh`; hypothesis tries a tenth of its examples
+    --quick   for `make test`: all tests but those marked `slow`, `mesh` or `long`; hypothesis tries a tenth of its
+              examples
     --rest    what --quick leaves out: slow tests by folder and properties with all their examples, then what starts
               whole meshes, two at a time, then the storms of tests/chaos alone
+    --long    for `make test-long`: what both leave out, the tests marked `long`
     ARGUMENTS of pytest instead: one pytest process with these, and nothing else
 
 What a folder's tests printed, and which of them took long, is shown as soon as they end. Ctrl-C and SIGTERM end them
@@ -42,7 +44,7 @@ QUICK_FIRST = (
 )  # fmt: skip
 REST_FIRST = tuple((name,) for name in ("kvcache", "prefill", "ranks", "rdma", "sim", "cli", "conductor", "transfer"))
 ALONE = ("chaos",)
-QUICK, REST = "--quick", "--rest"
+QUICK, REST, LONG = "--quick", "--rest", "--long"
 MESH = "mark.mesh"  # in a file with such tests
 SHARED = "small_mesh"  # the fixture of one mesh for many: their files go together
 OTHER_HALF = ("test_families", "test_tensor_parallel")  # go with those, so that both lanes end together
@@ -174,18 +176,20 @@ def meshes() -> list[tuple[str, list[str]]]:
     half = [path for path in own if path.stem in OTHER_HALF]
     rest = [path for path in found if path not in own]
     parted = ("meshes 1", [path for path in own if path not in half]), ("meshes 2", [*rest, *half])
-    return [(name, ["-m", "mesh", *(f"tests/{path}" for path in paths)]) for name, paths in parted]
+    return [(name, ["-m", "mesh and not long", *(f"tests/{path}" for path in paths)]) for name, paths in parted]
 
 
 def stages(speed: str) -> list[tuple[list[tuple[str, list[str]]], int]]:
     """What runs one after the other: names and arguments of pytest processes, and how many of them at once."""
     if speed == QUICK:
         return [(folders(speed), LANES)]
+    if speed == LONG:
+        return [([("long", ["-m", "long", "tests"])], 1)]
     return [(folders(speed), LANES), (meshes(), MESH_LANES), ([(name, [f"tests/{name}"]) for name in ALONE], 1)]
 
 
 def main() -> int:
-    if sys.argv[1:] not in ([QUICK], [REST]):
+    if sys.argv[1:] not in ([QUICK], [REST], [LONG]):
         return subprocess.call([sys.executable, "-m", "pytest", "-q", *sys.argv[1:]], cwd=ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # A shell that runs this in the background ignores SIGINT, and children inherit that; tests send it to theirs.
@@ -195,7 +199,7 @@ def main() -> int:
     for some, lanes in stages(sys.argv[1]):
         run(some, lanes, outcome)
     passed = not outcome.bad
-    what = "quick tests" if sys.argv[1] == QUICK else "the rest of the tests"
+    what = {QUICK: "quick tests", REST: "the rest of the tests", LONG: "long tests"}[sys.argv[1]]
     if not passed:
         print(f"── failed: {len(outcome.told)}, see above")
         for line in outcome.told[:MOST_TOLD]:

@@ -3,7 +3,8 @@
 #
 #   a Docker daemon is used if there is one; else root on Debian 12 gets one, which is ended with the tests
 #   KVMESH_WHEELS=FOLDER          wheels that the image is made from first (a CPU torch); default: PIP_FIND_LINKS
-#   COMPOSE_TEST_FAULTS=REGEX     only faults of these names    COMPOSE_TEST_TABLE, _LOGS=FILE   what to keep
+#   COMPOSE_TEST_FAULTS=REGEX     the faults of these names, . for all; default: one of each kind
+#   COMPOSE_TEST_TABLE, _LOGS=FILE   what to keep
 #
 # Without a daemon it says why, runs nothing and leaves with 0: the tests are skipped, visibly.
 set -euo pipefail

@@ -1,8 +1,8 @@
 """For all tests: threads of numeric libraries are capped, whole meshes come last, and there are two speeds.
 
-`--quick` leaves out what is marked `slow` or `mesh` and lets hypothesis try a tenth of each property's examples;
-`--rest` runs the other tests, meshes left out (scripts/run_tests.py gives them processes of their own), and each
-property that `--quick` cut short once more, whole. Without either everything that was named runs."""
+`--quick` leaves out what is marked `slow`, `mesh` or `long` and lets hypothesis try a tenth of each property's
+examples; `--rest` runs the other tests, meshes left out (scripts/run_tests.py gives them processes of their own), and
+each property that `--quick` cut short once more, whole. Without either everything that was named runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ hypothesis.settings.load_profile("kvmesh")
 
 TESTS = Path(__file__).parent
 STARTS_RANKS = {"blockservice", "decode", "membership", "pool", "prefill", "ranks", "storeclient"}
-STARTS_COLD = {"gpu", "rdma"}  # their meshes come up as in the product
 QUICK_PART = 10  # of a property's examples ...
 FEWEST = 5  # ... but at least so many
 
@@ -42,7 +41,7 @@ def _warm_processes(request: pytest.FixtureRequest) -> Iterator[None]:
     meshes = [item for item in items if _mesh(item)]
     ranks = [item for item in items if _folder(item) in STARTS_RANKS]
     with contextlib.ExitStack() as warm:
-        if len(meshes) > 3 and not any(_folder(item) in STARTS_COLD for item in meshes):
+        if len(meshes) > 3:
             warm.enter_context(warm_services())
         elif len(ranks) > 10 and not any(map(_mesh, ranks)):
             warm.enter_context(warm_ranks())
@@ -56,6 +55,15 @@ def cold_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.warm_processes import COLD
 
     monkeypatch.setattr(client, "start_process", COLD)
+
+
+@pytest.fixture
+def cold_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services of meshes are started as in the product."""
+    from kvmesh.cli.up import mesh
+    from tests.support.warm_processes import COLD_SERVICE
+
+    monkeypatch.setattr(mesh, "start_service", COLD_SERVICE)
 
 
 @pytest.fixture(scope="session")
@@ -79,13 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What fails in milliseconds is told before meshes are started, and the one mesh that many share lives at the end
     only; the order is otherwise as written."""
     if config.getoption("--quick"):
-        _keep(config, items, [item for item in items if not _slow(item) and not _mesh(item)])
+        _keep(config, items, [item for item in items if not (_slow(item) or _mesh(item) or _long(item))])
         # A function with parameters is many items and one object.
         for test, item in {_property_of(item): item for item in items if _property_of(item) is not None}.items():
             _cut_examples(test, item)
     elif config.getoption("--rest"):
-        kept = [item for item in items if not _mesh(item) and (_slow(item) or _property_of(item) is not None)]
-        _keep(config, items, kept)
+        kept = [item for item in items if _slow(item) or _property_of(item) is not None]
+        _keep(config, items, [item for item in kept if not (_mesh(item) or _long(item))])
 
     def last(item: pytest.Item) -> tuple[bool, bool]:
         return item.get_closest_marker("mesh") is not None, "small_mesh" in getattr(item, "fixturenames", ())
@@ -100,6 +108,10 @@ def _folder(item: pytest.Item) -> str:
 
 def _slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
+
+
+def _long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("long") is not None
 
 
 def _mesh(item: pytest.Item) -> bool:

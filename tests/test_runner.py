@@ -87,7 +87,7 @@ def collected(speed: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_two_speeds_leave_nothing_out() -> None:
+def test_quick_and_rest_leave_nothing_out() -> None:
     everything, quick, rest = collected(""), collected(run_tests.QUICK), collected(run_tests.REST)
     assert quick | rest == everything and quick < everything
     twice = quick & rest

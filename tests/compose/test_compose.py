@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.compose.containers import Containers, Refused, until
-from tests.support.compose.faults import FAULTS, Fault
+from tests.support.compose.faults import FAULTS, IN_CI, Fault
 from tests.support.compose.load import BROKEN, HUNG, WRONG, Load, Question, ask
 
 pytestmark = [
@@ -177,7 +177,7 @@ async def struck(mesh: Containers, load: Load, fault: Fault, baseline: float, se
 
 async def test_requests_survive_whatever_befalls_the_mesh(mesh: Containers, capsys: pytest.CaptureFixture[str]) -> None:
     asked = await answered(mesh)
-    only = os.environ.get("COMPOSE_TEST_FAULTS", "")
+    only = os.environ.get("COMPOSE_TEST_FAULTS") or "|".join(IN_CI)
     faults = [fault for fault in FAULTS if re.search(only, fault.name)]
     seen: dict[str, float] = {}
     rows: list[Row] = []

@@ -14,7 +14,13 @@ from tests.support.mesh.client import prompt
 from tests.support.mesh.harness import running_mesh
 from tests.support.reference import assert_matches_reference
 
-pytestmark = [*NEEDS_GPU, pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    *NEEDS_GPU,
+    pytest.mark.mesh,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("cold_services"),
+]
 VOCAB = 331
 
 

@@ -27,6 +27,7 @@ from tests.support.mesh.inside import Inside
 from tests.support.mesh.namespaces import Machine, two_machines, until, why_not
 from tests.support.paths import ROOT
 from tests.support.reference import assert_matches_reference
+from tests.support.warm_processes import children
 
 WHY_NOT = why_not()
 pytestmark = [

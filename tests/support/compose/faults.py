@@ -144,3 +144,9 @@ FAULTS = (
     restarted("prefill"), restarted("decode"), restarted("gateway"), restarted("pool"), restarted("conductor"),
     restarted("store"), restarted("redis"),
 )  # fmt: skip
+# Each kind of fault, at those where it means something else: they run unless others are asked for.
+IN_CI = (
+    "^scale (prefill|decode|gateway) ", "^kill -9 (prefill|decode|gateway|conductor leader|store leader|redis)$",
+    "^pause (decode|store leader|redis) ", "^network of prefill ", "partition decode → prefill ",
+    "partition gateway → decode ", "^rolling restart of (gateway|store)$",
+)  # fmt: skip
