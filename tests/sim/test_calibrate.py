@@ -64,7 +64,7 @@ def test_a_known_machine_is_found_again_and_predicts_other_requests(monkeypatch:
     costs = costs_of(observed)
     residuals = residuals_of(observed, costs)
     start = config_of(observed, MeshFit(costs, HostModel(cores=2)), hop_s=0.0, layers=4)
-    fit = calibrate(start, served, targets_of(observed, residuals), residuals, rounds=3, passes=1)
+    fit = calibrate(start, served, targets_of(observed, residuals), residuals, rounds=2, passes=1)
     assert fit.found.off(fit.targets) < 0.1
     measured, simulated = fit.targets.measured(), fit.found.measured()
     for name in ("ttft_at_s[0]", "ttft_at_s[1]", "tbt_at_s[0]", "tbt_at_s[1]"):
