@@ -50,7 +50,7 @@ def test_columns_are_their_values(name: str, data: st.DataObject) -> None:
         assert [float(np.broadcast_to(column, rows)[row]) for column in many] == list(map(float, one)), name
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(*[SIZES] * 8), min_size=1, max_size=6), st.booleans())
 def test_a_fitted_model_too(some: list[tuple[float, ...]], bends: bool) -> None:
     some = [one if bends else (*one[:3], 0.0, *one[4:]) for one in some]

@@ -18,10 +18,9 @@ ENDS = BORNE | {"DEADLINE_EXCEEDED"}
 UNREAD = frozenset({"GetGatewayStatus"})  # open to all: its empty message is not even received
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("prompt", ["text", "token_ids", "chat"])
 @pytest.mark.slow
-async def test_noise(make_mesh: MeshMaker, seed: int, prompt: str) -> None:
+async def test_noise(make_mesh: MeshMaker, prompt: str) -> None:
     mesh = await make_mesh(timeout_s=3.0)
     prompts: dict[str, Any] = {
         "text": "Hi",
@@ -35,7 +34,7 @@ async def test_noise(make_mesh: MeshMaker, seed: int, prompt: str) -> None:
     valid = pb.GenerateRequest(**{prompt: prompts[prompt]}, **fields)
     requests = {"Generate": valid, "GetGatewayStatus": pb.GetGatewayStatusRequest()}
     async with connect(str(mesh.told["address"])) as channel:
-        seen = await assault(channel, GATEWAY, requests, seed=seed, rounds=20, borne=ENDS, unread=UNREAD)
+        seen = await assault(channel, GATEWAY, requests, seed=1, rounds=20, borne=ENDS, unread=UNREAD)
     assert seen["Generate", "OK"], "some are valid all the same"
     assert seen["Generate", "INVALID_ARGUMENT"] > 20
     await whole(mesh)

@@ -234,7 +234,7 @@ def surprises(draw: st.DrawFn) -> dict[str, object]:
 HOST = HostModel(cores=2.0, door_s=0.001, between_s=0.0005, turn_s=0.001, handoff_s=0.002)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ASKED, surprises(), st.sampled_from((64, 256)), st.booleans(), st.sampled_from((None, HOST)))
 def test_everybody_ends_once_and_everything_comes_back_whatever_happens(
     asked: list[tuple[float, int, int, int | None]],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvmesh.sim.changes import SlowPhase
 from kvmesh.sim.report.records import DONE
 from tests.support.sim import scenarios
-from tests.support.sim.scenarios import BUSY, CONCURRENCY, FAIR, OFTEN, POOLS, SELDOM, Ran, Strike
+from tests.support.sim.scenarios import BUSY, FAIR, OFTEN, POOLS, SELDOM, Ran, Strike
 
 COMING_BACK_S = 15.0
 HALF_BACK = 0.8 / 2  # of an equal share of two
@@ -33,21 +33,15 @@ def check_fair(ran: Ran, *, computed: bool = True) -> None:
 # ── C0 ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-QUICK = (3, 4), (2, 16)
-CLOSED = [(size, some) for size in FAIR for some in CONCURRENCY]
-
-
 @pytest.mark.parametrize(
-    ("size", "in_flight"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CLOSED]
+    ("size", "in_flight"),
+    [(3, 4), (2, 16), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (3, 64)))],
 )
 def test_equal_instances_share_what_comes(size: int, in_flight: int) -> None:
     check_fair(scenarios.closed(size, size, in_flight))
 
 
-@pytest.mark.parametrize(
-    ("prefills", "decodes", "sessions", "turns"),
-    [(3, 2, 24, 7), (2, 2, 12, 10), pytest.param(3, 3, 36, 5, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("prefills", "decodes", "sessions", "turns"), [(3, 2, 24, 7), (2, 2, 12, 10)])
 def test_sessions_are_spread_and_find_what_they_left(prefills: int, decodes: int, sessions: int, turns: int) -> None:
     ran = scenarios.paced_sessions(prefills, decodes, sessions, turns)
     assert ran.summary.requests == sessions * turns
@@ -55,9 +49,7 @@ def test_sessions_are_spread_and_find_what_they_left(prefills: int, decodes: int
     check_fair(ran, computed=False)
 
 
-@pytest.mark.parametrize(
-    ("instances", "system"), [(2, 2000), *(pytest.param(3, some, marks=pytest.mark.slow) for some in (2000, 8000))]
-)
+@pytest.mark.parametrize(("instances", "system"), [(2, 2000), pytest.param(3, 8000, marks=pytest.mark.slow)])
 def test_agents_that_give_no_sign_of_load_are_not_all_at_one_instance(instances: int, system: int) -> None:
     """Their turns are 20 s apart and their prompts begin alike: nobody is ever busy, and at first one instance alone
     has that beginning."""
@@ -68,8 +60,7 @@ def test_agents_that_give_no_sign_of_load_are_not_all_at_one_instance(instances:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_one_hot_instance_leaves_sessions_of_others_where_they_are(seed: int) -> None:
+def test_one_hot_instance_leaves_sessions_of_others_where_they_are() -> None:
     """One of three becomes ten times slower: its sessions go, the others' stay as they did before."""
 
     def stay(ran: Ran) -> float:
@@ -83,7 +74,7 @@ def test_one_hot_instance_leaves_sessions_of_others_where_they_are(seed: int) ->
         return sum(stayed) / len(stayed)
 
     calm, hot = (
-        scenarios.paced_sessions(3, 3, 36, 10, seed, think_s=2.0, slow=slow)
+        scenarios.paced_sessions(3, 3, 36, 10, think_s=2.0, slow=slow)
         for slow in ((), (SlowPhase("p0", 5.0, 60.0, 10.0),))
     )
     assert hot.share("p0", 7.0) <= 0.1 < calm.share("p0", 7.0)
@@ -94,13 +85,12 @@ def test_one_hot_instance_leaves_sessions_of_others_where_they_are(seed: int) ->
 # ── C4 ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("letter", [pytest.param("p", marks=pytest.mark.slow), "d"])
 @pytest.mark.parametrize(
-    "phase",
+    ("phase", "letter"),
     [
-        pytest.param(OFTEN, id="6/s", marks=pytest.mark.slow),
-        pytest.param(SELDOM, id="1/s"),
-        pytest.param(BUSY, id="busy", marks=pytest.mark.slow),
+        pytest.param(SELDOM, "d", id="1/s d"),
+        pytest.param(OFTEN, "p", id="6/s p", marks=pytest.mark.slow),
+        pytest.param(BUSY, "d", id="busy d", marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_instance_is_found_out_and_forgiven(phase: Strike, letter: str) -> None:
@@ -116,9 +106,15 @@ def test_a_slow_instance_is_found_out_and_forgiven(phase: Strike, letter: str) -
     assert ran.share(name, phase.until_s + COMING_BACK_S) >= HALF_BACK
 
 
-@pytest.mark.parametrize("letter", [pytest.param("p", marks=pytest.mark.slow), "d"])
 @pytest.mark.parametrize(
-    "what", ["frozen", *(pytest.param(one, marks=pytest.mark.slow) for one in ("killed", "replaced", "joined", "left"))]
+    ("what", "letter"),
+    [
+        ("frozen", "d"),
+        pytest.param("killed", "p", marks=pytest.mark.slow),
+        pytest.param("replaced", "d", marks=pytest.mark.slow),
+        pytest.param("joined", "p", marks=pytest.mark.slow),
+        pytest.param("left", "d", marks=pytest.mark.slow),
+    ],
 )
 def test_who_comes_and_goes_is_missed_soon_and_trusted_soon(what: str, letter: str) -> None:
     name = OFTEN.victim(letter)
@@ -156,13 +152,6 @@ def test_who_comes_when_told_is_served(make: scenarios.Make) -> None:
     assert ran.summary.outcomes == {DONE: ran.summary.requests}
 
 
-@pytest.mark.slow
-def test_a_thousand_who_come_when_told_are_served() -> None:
-    ran = scenarios.crowd(1000)
-    check_told_right(ran, right=0.9, placed=0.85)
-    assert ran.summary.outcomes == {DONE: ran.summary.requests}
-
-
 # ── of any fleet ──────────────────────────────────────────────────────────────────────────────────
 
 SIZES = st.integers(2, 4)
@@ -171,7 +160,7 @@ SCALES = st.sampled_from((0.3, 1.0, 4.0, 12.0))  # faster and slower than what c
 NOISES = st.sampled_from((0.0, 0.2, 0.4))
 # An example is a simulation of a second: smaller ones are not looked for.
 FEW = settings(
-    max_examples=6,
+    max_examples=3,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow],

@@ -93,22 +93,21 @@ def test_roles_follow_a_load_that_needs_them() -> None:
     roomy = node(kv_tokens=65536, dram_tokens=1 << 20)
     config = mesh(4, 1, roomy, conductor=conductor, orders=True)
     samples: list[MeshSample] = []
-    summary = run(config, [request(n, 0.1 * n, 64, 300) for n in range(900)], samples=samples.append)
-    assert summary.outcomes == {DONE: 900}
+    summary = run(config, [request(n, 0.1 * n, 64, 300) for n in range(450)], samples=samples.append)
+    assert summary.outcomes == {DONE: 450}
     assert samples[-1].pools["decode"].instances > 1
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # two minutes on a slow machine
 def test_who_is_to_keep_its_role_keeps_it() -> None:
     """Prompts are long and answers short: all decode instances but one would become prefill instances."""
     balance = replace(NEVER_REFUSE.balance, switch_roles=True)
     conductor = replace(NEVER_REFUSE, balance=balance, slo_ttft_s=1.0, slo_tbt_s=1.0)
-    asked = [request(n, 0.05 * n, 1600, 2) for n in range(2400)]
+    asked = [request(n, 0.05 * n, 1600, 2) for n in range(1000)]
     left = {}
-    for kept in (0, 3):
+    for kept in (0, 2):
         samples: list[MeshSample] = []
-        config = mesh(1, 5, node(dram_tokens=1 << 20), conductor=conductor, orders=True, kept_decodes=kept)
+        config = mesh(1, 3, node(dram_tokens=1 << 20), conductor=conductor, orders=True, kept_decodes=kept)
         run(config, asked, samples=samples.append)
         left[kept] = min(sample.pools["decode"].instances for sample in samples)
-    assert left[0] < left[3] == 3
+    assert left[0] < left[2] == 2

@@ -112,7 +112,7 @@ def call(peer: str, token: str, plan: Plan, *, as_json: bool) -> int:
         listener.step(plan.timeout_s, bye=pb.StepRequest.Bye())
     failed = any(outcome.failed for outcome in outcomes) or not any(outcome.works for outcome in outcomes)
     if as_json:
-        told = {"peer": f"{host}:{port}", "ok": not failed, "summary": summary(outcomes)}
+        told = {"peer": join(host, port), "ok": not failed, "summary": summary(outcomes)}
         told |= {"transports": [dataclasses.asdict(outcome) for outcome in outcomes]}
         out.out(json.dumps(told, indent=2), highlight=False)
     else:

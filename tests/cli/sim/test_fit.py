@@ -21,7 +21,7 @@ def test_a_log_becomes_a_file_that_a_run_takes(tmp_path: Path, monkeypatch: pyte
     lines, _ = record(monkeypatch, machine(), requests(60, seed=1))
     log.write_bytes(b"".join(lines))
     done = CliRunner().invoke(
-        app, ["sim", "fit", str(log), "--out", str(out), "--cores", "2", "--rounds", "2", "--passes", "0"]
+        app, ["sim", "fit", str(log), "--out", str(out), "--cores", "2", "--rounds", "1", "--passes", "0"]
     )
     assert done.exit_code == 0, done.output
     assert "shared       2 cores" in done.output and "mean TTFT" in done.output

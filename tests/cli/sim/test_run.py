@@ -119,7 +119,7 @@ def test_what_no_conductor_is_told_is_shown(invoke: Invoke) -> None:
         "--synthetic",
         "rate=20,burstiness=0,system=512:0,node=512:0,user=100:0.5,output=5:0:9",
         "--requests",
-        "300",
+        "200",
     )
     args = (*work, *SMALL[:6], "--prefill", "2", "--decode", "2", "--unknown", "--noise", "0.2")
     result = invoke(*args, "--slow", "p1:4-8:3", "--kill", "d0:6+2", "--join", "p2:9")
@@ -127,9 +127,9 @@ def test_what_no_conductor_is_told_is_shown(invoke: Invoke) -> None:
     lines = {tuple(line.split()[:2]): line.split() for line in result.stdout.splitlines() if line}
     assert {("p1", "slow"), ("d0", "killed"), ("p2", "joined")} < lines.keys()
     shares = [line.split() for line in result.stdout.splitlines() if line.split()[:1] in (["p0"], ["p1"], ["p2"])]
-    assert sum(int(one[1]) for one in shares if one[1].isdigit()) == 300
+    assert sum(int(one[1]) for one in shares if one[1].isdigit()) == 200
     told = json.loads(invoke(*args, "--kill", "d0:6", "--json").stdout)["runs"][0]
-    assert told["summary"]["outcomes"] == {"done": 300}
+    assert told["summary"]["outcomes"] == {"done": 200}
     assert [one["what"] for one in told["summary"]["changes"]] == ["killed"]
     assert told["setup"]["kill"] == "d0:6" and "slow" not in told["setup"]
 

@@ -1,4 +1,5 @@
-"""What cannot start says why in one line, leaves with 2 and leaves nothing behind: real processes."""
+"""What cannot start says why in one line, leaves with 2 and leaves nothing behind: in this process what is refused
+before anything of it is changed, a real process for each kind of what comes later."""
 
 from __future__ import annotations
 
@@ -10,22 +11,26 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from kvmesh import extras
+from kvmesh.cli.app import app
 from kvmesh.cli.serve import SERVICES
 from kvmesh.cli.up.checks import check_tiers
 from kvmesh.cli.up.settings import MeshSettings
 from kvmesh.errors import ConfigError
 from tests.support.checkpoints import make_checkpoint
+from tests.support.paths import ROOT
 
 MARK = "TEST_BAD_START"
+DEMO = ROOT / "examples" / "demo-model"
 SHARD = "model-00002-of-00002.safetensors"
 NORM = "model.layers.0.input_layernorm.weight"
 
@@ -62,6 +67,22 @@ class Starts:
 
 
 @pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """As `Starts.refused`, in this process."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def ask(*args: str) -> str:
+        done = CliRunner().invoke(app, list(args))
+        assert done.exit_code == 2, done.output
+        (line,) = done.stderr.strip().splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    return ask
+
+
+@pytest.fixture
 def starts(tmp_path: Path) -> Iterator[Starts]:
     one = Starts(tmp_path, uuid.uuid4().hex)
     yield one
@@ -88,11 +109,9 @@ def broken(folder: Path, how: str) -> str:
 
 
 PEERS = ("--conductor=127.0.0.1:1", "--store=127.0.0.1:1")
-BREAKAGES = ["missing shard", "truncated shard", "wrong shape"]
 
 
-@pytest.mark.parametrize("how", BREAKAGES)
-@pytest.mark.parametrize("service", ["prefill", "decode"])
+@pytest.mark.parametrize(("service", "how"), [("prefill", "missing shard"), ("decode", "wrong shape")])
 @pytest.mark.slow
 def test_an_instance_refuses_a_broken_checkpoint(starts: Starts, service: str, how: str) -> None:
     model = starts.folder / "model"
@@ -101,7 +120,7 @@ def test_an_instance_refuses_a_broken_checkpoint(starts: Starts, service: str, h
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("how", BREAKAGES)
+@pytest.mark.parametrize("how", ["truncated shard", "wrong shape"])
 def test_up_refuses_a_broken_checkpoint_and_stops_what_it_started(starts: Starts, how: str) -> None:
     model = starts.folder / "model"
     words = broken(model, how)
@@ -114,14 +133,13 @@ def test_up_refuses_a_broken_checkpoint_and_stops_what_it_started(starts: Starts
     ("service", "key"),
     [*((service, key) for service in SERVICES for key in ("port", "metrics_port")), ("gateway", "http_port")],
 )
-@pytest.mark.slow
-def test_a_port_in_use_is_told_before_anything_is_loaded(starts: Starts, service: str, key: str) -> None:
+def test_a_port_in_use_is_told_before_anything_is_loaded(refused: Callable[..., str], service: str, key: str) -> None:
     free = {"port": "0", **({"http_port": "0"} if service == "gateway" else {})}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = free | {key: str(taken.getsockname()[1])}
         flags = [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]
         model = [] if service in ("store", "conductor", "pool") else ["--model=/no/such/model"]
-        line = starts.refused("serve", service, *flags, *model)
+        line = refused("serve", service, *flags, *model)
     assert line == f"{key}={ports[key]}: the port is in use on 127.0.0.1"
 
 
@@ -133,9 +151,10 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(starts: Starts, service
         ("redis://127.0.0.1:x", "redis='redis://127.0.0.1:x': must be auto, redis://"),
     ],
 )
-@pytest.mark.slow
-def test_up_tells_of_a_redis_that_is_not_there_and_keeps_its_password(starts: Starts, url: str, says: str) -> None:
-    line = starts.refused("up", "--redis", url, "--masters=2", "--http-port=0", "--grpc-port=0")
+def test_up_tells_of_a_redis_that_is_not_there_and_keeps_its_password(
+    refused: Callable[..., str], url: str, says: str
+) -> None:
+    line = refused("up", "--redis", url, "--masters=2", "--http-port=0", "--grpc-port=0")
     assert line.startswith(says) and "secret" not in line
 
 
@@ -146,11 +165,12 @@ def test_a_host_that_is_not_here_is_named(starts: Starts) -> None:
 
 @pytest.mark.parametrize("flags", [[], ["--store=10.0.0.5"], ["--store=127.0.0.1:70020"]])
 @pytest.mark.parametrize("service", ["pool", "prefill", "decode"])
-@pytest.mark.slow
-def test_a_member_without_its_master_does_not_wait_for_ever(starts: Starts, service: str, flags: list[str]) -> None:
+def test_a_member_without_its_master_does_not_wait_for_ever(
+    refused: Callable[..., str], service: str, flags: list[str]
+) -> None:
     address = flags[0].removeprefix("--store=") if flags else "127.0.0.1:0"
     conductor = [] if service == "pool" else ["--conductor=127.0.0.1:1"]
-    line = starts.refused("serve", service, *conductor, *flags)
+    line = refused("serve", service, *conductor, *flags)
     assert line == f"store={address!r}: must be HOST:PORT (--store)"
 
 
@@ -179,7 +199,8 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
         ("--prefill-mesh=pp=3", "prefill_mesh=pp=3: must divide the model's "),
         ("--decode-mesh=tp=2,dcp=2", "decode_mesh=tp=2,dcp=2: must divide the 1 of tp=2 ranks that have the same KV"),
         ("--decode-mesh=cp=2,interleave=1", "decode_mesh='cp=2,interleave=1': an instance keeps what a rank has of a "),
-        ("--decode-mesh=pp=2 --speculate=ngram", "speculate='ngram' with pp=2: drafts are verified by one rank, or by"),
+        ("--decode-mesh=pp=2 --speculate=draft --draft-model=DEMO", "speculate='draft' with pp=2: a stage would wait"),
+        ("--decode-mesh=pp=2 --speculate=mtp", "speculate='mtp' with pp=2: only the last stage has what the head"),
         ("--speculate=mtp", "speculate='mtp': "),
         ("--speculate=draft", "speculate='draft': name the draft model's folder (draft_model) (--draft-model)"),
         ("--memory-mb=-1", "memory_mb='-1' (from --memory-mb): must be at least 0"),
@@ -187,12 +208,18 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
         ("--store-eviction=mru", "store_eviction='mru' (from --store-eviction): choose one of lru, lfu, length"),
     ],
 )
-@pytest.mark.slow
-def test_up_refuses_what_no_instance_could_use_before_it_starts_one(starts: Starts, flag: str, line: str) -> None:
+def test_up_refuses_what_no_instance_could_use_before_it_starts_one(
+    refused: Callable[..., str], tmp_path: Path, flag: str, line: str
+) -> None:
     """In a folder on disk."""
-    told = starts.refused("up", "--http-port=0", "--grpc-port=0", *flag.split())
+    told = refused("up", "--http-port=0", "--grpc-port=0", *flag.replace("DEMO", str(DEMO)).split())
     assert told.startswith(line), told
-    assert not list(starts.folder.rglob("logs"))
+    assert not list(tmp_path.rglob("logs"))
+
+
+@pytest.mark.slow
+def test_up_that_is_refused_leaves_no_process(starts: Starts) -> None:
+    assert starts.refused("up", "--http-port=0", "--grpc-port=0", "--decode-tp=3").startswith("decode_tp=3: must")
 
 
 def test_up_refuses_warm_segments_that_do_not_fit(starts: Starts, tmp_path: Path) -> None:
@@ -214,18 +241,14 @@ def test_extras_are_installed_from_where_kvmesh_comes_from(tmp_path: Path) -> No
     assert shlex.split(command) == [sys.executable, "-m", "pip", "install", "-e", f"{tmp_path}[ha]"]
 
 
-@pytest.mark.parametrize(
-    "service", ["gateway", *(pytest.param(one, marks=pytest.mark.slow) for one in ("prefill", "decode"))]
-)
-def test_nothing_can_be_placed_without_a_conductor(starts: Starts, service: str) -> None:
+@pytest.mark.parametrize("service", ["gateway", "prefill", "decode"])
+def test_nothing_can_be_placed_without_a_conductor(refused: Callable[..., str], service: str) -> None:
     free = ["--port=0", "--http-port=0"] if service == "gateway" else []
-    line = starts.refused("serve", service, *free)
+    line = refused("serve", service, *free)
     assert line == "conductor='127.0.0.1:0': must be HOST:PORT (--conductor)"
 
 
-@pytest.mark.parametrize(
-    "service", ["prefill", *(pytest.param(one, marks=pytest.mark.slow) for one in ("decode", "gateway"))]
-)
+@pytest.mark.parametrize("service", ["prefill", pytest.param("gateway", marks=pytest.mark.slow)])
 def test_a_model_is_needed(starts: Starts, service: str) -> None:
     flags = ["--port=0", "--http-port=0", PEERS[0]] if service == "gateway" else PEERS
     assert starts.refused("serve", service, *flags).startswith("model='': ")

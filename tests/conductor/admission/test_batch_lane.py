@@ -119,7 +119,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(moves, st.integers(5_000, 60_000), st.sampled_from([Mode.EARLY, Mode.PREDICTED]))
 @example([(Lane.BATCH, 18_885, 1, 1)], 5_000, Mode.PREDICTED)  # it has ended before: what differed was a heartbeat
 @example([(Lane.BATCH, 22_734, 1, 1)], 8_111, Mode.PREDICTED)  # a bound missed by half a millisecond
@@ -282,11 +282,7 @@ def story(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rate", "cores", "pair"),
-    [(4.0, 0, 1), (8.0, 0, 1), (4.0, 2, 2), (8.0, 2, 2)],
-    ids=["4", "8", "4 shared", "8 shared"],
-)
+@pytest.mark.parametrize(("rate", "cores", "pair"), [(4.0, 0, 1), (8.0, 2, 2)], ids=["4", "8 shared"])
 def test_interactive_requests_hardly_feel_it(rate: float, cores: int, pair: int) -> None:
     """The finding: at the usual SLOs everything is idle, and 40 of the lane made TTFT and TBT ten times as long. Here
     120 of them come at once; where instances share cores they disturb each other by more than models know."""
@@ -299,7 +295,7 @@ def test_interactive_requests_hardly_feel_it(rate: float, cores: int, pair: int)
 def test_how_much_slower_is_what_was_set() -> None:
     slower, done = [], []
     for share in (0.0, 0.3, 1.0):
-        alone, beside, lane = story(120, 4.0, seconds=15.0, share=share)
+        alone, beside, lane = story(120, 4.0, seconds=10.0, share=share)
         slower.append(max(beside[0] / alone[0], beside[1] / alone[1]))
         done.append(sum(client.done for client in lane))
     assert done[0] <= 2 < 10 < done[1] < done[2], "but for turns, at 0 it waits until nobody comes"
@@ -311,11 +307,11 @@ def test_where_no_interactive_request_comes_it_takes_all_that_is_idle() -> None:
     loop = TimedMesh([1.0, 1.0], [1.0, 1.0], admission=AdmissionSettings(confidence=0.9))
     loop.measure()
     loop.run(QUIET_S + 1.0)
-    lane = [loop.ask(f"b{n}", 1000, output=64, lane=Lane.BATCH, priority=20) for n in range(200)]
-    loop.run(20.0)
+    lane = [loop.ask(f"b{n}", 1000, output=64, lane=Lane.BATCH, priority=20) for n in range(100)]
+    loop.run(10.0)
     assert all(client.done for client in lane)
     last_s = max(client.placed_at or 0.0 for client in lane) - lane[0].came_at[0]
-    assert last_s <= 200 * 0.060 / 2
+    assert last_s <= 100 * 0.060 / 2
 
 
 def test_after_a_quiet_while_it_has_the_mesh_again() -> None:

@@ -227,9 +227,9 @@ def test_those_that_are_refused_for_load_do_count() -> None:
     brain = mesh(balance=BalanceSettings(window_s=4.0))
     for _ in range(20):
         brain.schedule(PROMPT)
-    for _ in range(238):
+    for _ in range(60):
         brain.refused(Overloaded, PROMPT, ttft_slo_s=0.05)
-        brain.tick(0.02)
+        brain.tick(0.08)
         beats(brain)
         for _ in range(20):
             brain.schedule(PROMPT)

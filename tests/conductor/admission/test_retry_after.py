@@ -137,7 +137,7 @@ def test_a_place_is_kept_for_a_moment_for_who_comes_when_told() -> None:
 
 def test_who_would_be_beyond_the_longest_wait_is_spread_below_it() -> None:
     turns = RetryTurns()
-    waits = [refused(turns, 100.0, name=f"r{n}") for n in range(4000)]
+    waits = [refused(turns, 100.0, name=f"r{n}") for n in range(2500)]
     assert max(waits) <= MOST_S
     beyond = waits[1000:]
     assert min(beyond) >= MOST_S / 2
@@ -276,7 +276,7 @@ def fleet(
     return clients
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.floats(1.0, 3.0), min_size=1, max_size=4),
     st.integers(20, 80),
@@ -296,31 +296,31 @@ def test_most_are_told_right_in_any_fleet(
 @pytest.mark.slow
 def test_nine_in_ten_are_told_right_over_many_fleets() -> None:
     rng, told = random.Random(22), list[bool]()
-    for seed in range(15):
+    for seed in range(8):
         paces = [rng.uniform(1.0, 3.0) for _ in range(rng.randint(1, 4))]
         gap_s, late, noise = rng.choice([0.0, 0.01, 0.03]), rng.uniform(0.0, 0.1), rng.uniform(0.0, 0.2)
         clients = fleet(paces, rng.randint(20, 100), gap_s, late, noise, rng.uniform(0.25, 1.0), seed)
         told += [client.told_right for client in clients if client.told_s]
-    assert len(told) > 300
+    assert len(told) > 150
     assert sum(told) >= 0.9 * len(told)
 
 
 @pytest.mark.slow
-def test_a_thousand_clients_that_obey() -> None:
+def test_hundreds_of_clients_that_obey() -> None:
     loop = mesh(3, late=0.05, noise=0.1)
-    clients = [loop.ask(f"c{n}", 1000, ttft_slo_s=0.3) for n in range(1000)]
-    loop.run(60.0)
+    clients = [loop.ask(f"c{n}", 1000, ttft_slo_s=0.3) for n in range(500)]
+    loop.run(30.0)
     right, attempts = shares(clients)
     assert right >= 0.9 and attempts <= 3.0
-    assert last_s(clients) <= 1.2 * 1000 * PROMPT_S / 3
+    assert last_s(clients) <= 1.2 * 500 * PROMPT_S / 3
 
 
 def test_who_comes_when_told_is_placed_though_others_keep_coming() -> None:
     """Twice as many come as can be taken, for long: without a moment's room for those whose turn it is, all places
     would go to whoever comes just then."""
     loop = mesh(2, late=0.05, noise=0.1)
-    clients = [loop.ask(f"c{n}", 1000, PROMPT_S / 4 * n, ttft_slo_s=0.3) for n in range(600)]
-    loop.run(60.0)
+    clients = [loop.ask(f"c{n}", 1000, PROMPT_S / 4 * n, ttft_slo_s=0.3) for n in range(300)]
+    loop.run(30.0)
     right, attempts = shares(clients)
     assert right >= 0.9 and attempts <= 3.0
 
@@ -328,11 +328,11 @@ def test_who_comes_when_told_is_placed_though_others_keep_coming() -> None:
 @pytest.mark.slow
 def test_clients_that_never_return_cost_no_throughput() -> None:
     loop = mesh(2)
-    clients = [loop.ask(f"c{n}", 1000, PROMPT_S / 6 * n, obeys=False, ttft_slo_s=0.3) for n in range(2000)]
-    loop.run(2000 * PROMPT_S / 6)
+    clients = [loop.ask(f"c{n}", 1000, PROMPT_S / 6 * n, obeys=False, ttft_slo_s=0.3) for n in range(1000)]
+    loop.run(1000 * PROMPT_S / 6)
     placed = sum(client.placed_at is not None for client in clients)
-    assert placed >= 0.95 * 2000 / 3
-    told = [client.told_s[0] for client in clients[1000:] if client.told_s]
+    assert placed >= 0.95 * 1000 / 3
+    told = [client.told_s[0] for client in clients[500:] if client.told_s]
     assert max(told) < 2.0
 
 

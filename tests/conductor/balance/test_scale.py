@@ -103,7 +103,7 @@ def test_nothing_is_wanted_before_the_load_is_known() -> None:
 
 
 @given(level=st.floats(0.0, 6.0), seed=st.integers(0, 1 << 30), there=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_noise_of_a_tenth_changes_the_hint_at_most_twice(level: float, seed: int, there: int) -> None:
     """Once up, and once down after a calm that noise had broken before; with an autoscaler that follows each hint."""
     pools, rng = Pools(*[P] * there, D), random.Random(seed)

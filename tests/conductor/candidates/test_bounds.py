@@ -237,7 +237,7 @@ def _alones(request: Schedule, decodes: Any, places: Any, mesh: Any, terms: Any)
         assert picked.cost_s <= near(min(o.cost_s for o in clean))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 1 << 32), st.integers(2, 14), st.sampled_from(list(Fetch)), st.booleans(), st.booleans())
 def test_what_is_screened_out_could_not_have_been_chosen(
     seed: int, size: int, fetch: Fetch, nearness: bool, grouped: bool
@@ -253,12 +253,12 @@ def test_what_is_screened_out_could_not_have_been_chosen(
 
 def test_each_outcome_is_among_those_compared() -> None:
     seen = Counter[str]()
-    for seed in range(60):
+    for seed in range(30):
         fleet = Fleet(seed, 10)
         seen.update(compare(fleet, fleet.request(i)) for i in range(4))
-    assert seen["placed"] > 50
-    assert seen["no prefill"] > 3
-    assert seen["no decode"] > 3
+    assert seen["placed"] > 25
+    assert seen["no prefill"] > 1
+    assert seen["no decode"] > 1
 
 
 def test_what_a_tenant_passes_is_never_bounded_too_high() -> None:
@@ -296,7 +296,7 @@ def test_a_wrong_bound_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_columns_hold_what_the_instances_are_after_any_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(25):
+    for seed in range(12):
         monkeypatch.setattr(columns, "FEW", 16 if seed % 2 else 0)  # loads are filled when asked for, or at once
         fleet = Fleet(seed, 8)
         brain, table = fleet.brain, fleet.brain.state._columns

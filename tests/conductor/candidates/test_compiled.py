@@ -41,7 +41,7 @@ def both(found: tuple[Any, ...], request: Schedule) -> tuple[bounds.CostBounds, 
     return plain, compiled.CompiledBounds(request, mesh, terms, blocks, decodes, native), decodes
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 1 << 32), st.integers(2, 14), st.sampled_from(list(Fetch)), st.floats(0, 50))
 def test_the_bounds_are_the_same_bits(seed: int, size: int, fetch: Fetch, later_s: float) -> None:
     fleet = Fleet(seed, size, fetch=fetch, affinity=AffinitySettings(), lease_s=1e6)

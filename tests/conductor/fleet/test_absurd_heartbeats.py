@@ -46,7 +46,7 @@ def slow(brain: Brain, rng: random.Random) -> None:
     brain.beat("n", prefill_samples=samples, decode_samples=(DecodeSample(1, 100, times * 0.01),) * 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.randoms(use_true_random=False),
     st.sampled_from((noise, slow)),

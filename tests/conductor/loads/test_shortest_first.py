@@ -180,7 +180,7 @@ def _all_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_all_are_many")
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 1 << 32), st.integers(2, 14))
 def test_what_is_screened_out_could_not_have_been_chosen_where_lines_go_by_size(seed: int, size: int) -> None:
     fleet = Sized(seed, size)

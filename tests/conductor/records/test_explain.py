@@ -324,7 +324,7 @@ def disturb(brain: Brain, rng: random.Random, keys: tuple[bytes, ...]) -> None:
         brain.seal(name, keys[: rng.randrange(1, 40)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(["kvcache"] * 4 + POLICIES), st.booleans())
 def test_every_verdict_follows_from_the_numbers_that_decided(rng: random.Random, policy: str, many: bool) -> None:
     brain = random_mesh(rng, policy, many)

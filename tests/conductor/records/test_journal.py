@@ -53,7 +53,7 @@ def recorded(lines: Lines, seed: int = 7, limit: int = LIMIT, **settings: Any) -
     return brain
 
 
-def live(brain: Brain, seed: int, requests: int = 150) -> int:
+def live(brain: Brain, seed: int, requests: int = 60) -> int:
     """A lively history: shared prefixes, blocks that come and go, samples, outcomes, refusals; returns placements."""
     chance = random.Random(seed)
     prefills, decodes = [f"p{i}" for i in range(4)], [f"d{i}" for i in range(3)]
@@ -115,16 +115,16 @@ def test_a_log_is_replayed_by_another_process_with_another_hash_seed(tmp_path: P
         "import sys; from pathlib import Path; from kvmesh.sim.fitting.decisions import replay;"
         "r = replay(Path(sys.argv[1]).open('rb')); print(r.decisions, r.different)"
     )
-    for hash_seed in ("1", "2"):
-        ran = subprocess.run(
-            [sys.executable, "-c", code, str(file)],
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        assert ran.stdout.split() == [str(asked), "0"]
+    other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(file)],
+        env=os.environ | {"PYTHONHASHSEED": other},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout.split() == [str(asked), "0"]
 
 
 def test_a_log_that_was_tampered_with_is_noticed() -> None:

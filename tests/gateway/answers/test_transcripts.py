@@ -32,7 +32,7 @@ def test_single_characters_change_nothing(one: Transcript) -> None:
     assert parse(one.family, list(one.text), **one.options) == one.expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_random_pieces_change_nothing(data: st.DataObject) -> None:
     one = data.draw(st.sampled_from(TRANSCRIPTS))
@@ -76,7 +76,7 @@ MARKUP = sorted(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.lists(st.sampled_from(MARKUP), max_size=30), st.data())
 def test_any_text_is_parsed_the_same_in_pieces(family: str, parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
@@ -91,7 +91,7 @@ def test_any_text_is_parsed_the_same_in_pieces(family: str, parts: list[str], da
     assert parse(family, pieces, **options) == whole
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_damaged_answer_is_parsed_the_same_in_pieces(seed: int) -> None:
     chance = random.Random(seed)
@@ -109,7 +109,7 @@ def test_a_damaged_answer_is_parsed_the_same_in_pieces(seed: int) -> None:
     assert parse(family, pieces, **one.options) == whole
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.text(alphabet="<>[]{}|\"' ab\n", max_size=60))
 def test_text_without_markup_is_content(family: str, text: str) -> None:
     tail = "</think>[/THINK]" if family == "mistral" else "</think>"

@@ -193,7 +193,7 @@ def answers(draw: Any) -> list[Delta]:
     return deltas
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(answers(), st.sampled_from([STOP, LENGTH]), st.booleans())
 def test_events_of_any_answer(deltas: list[Delta], finish: str, sealed: bool) -> None:
     include = ["reasoning.encrypted_content"] if sealed else []

@@ -160,29 +160,29 @@ async def test_the_only_model_need_not_be_named(mesh: Mesh) -> None:
     assert (await post(mesh, "/inference/v1/generate", body))["model"] == MODEL
 
 
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": "text"}, "token_ids"),
-        ({"token_ids": [1, 4000]}, "prompt"),
-        ({"token_ids": [1, -1]}, "token_ids"),
-        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
-        ({"sampling_params": None}, "sampling_params"),
-        ({"sampling_params": {"min_tokens": 3}}, "sampling_params.min_tokens"),
-        ({"sampling_params": {"prompt_logprobs": 21}}, "sampling_params.prompt_logprobs"),
-        ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs"),
-        ({"sampling_params": {"nothing": 21}}, "sampling_params.nothing"),
-        ({"sampling_params": {"temperature": 9}}, "temperature"),
-        ({"request_id": "x" * 129}, "request_id"),
-        ({"stream_options": {}}, "stream_options"),
-        ({"other": 1}, "other"),
-    ],
-)
-async def test_what_generate_refuses(mesh: Mesh, more: dict[str, Any], field: str) -> None:
-    response = await mesh.http.post("/inference/v1/generate", json=GENERATE | more)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == field
+NOT_GENERATED: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": []}, "token_ids"),
+    ({"token_ids": "text"}, "token_ids"),
+    ({"token_ids": [1, 4000]}, "prompt"),
+    ({"token_ids": [1, -1]}, "token_ids"),
+    ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+    ({"sampling_params": None}, "sampling_params"),
+    ({"sampling_params": {"min_tokens": 3}}, "sampling_params.min_tokens"),
+    ({"sampling_params": {"prompt_logprobs": 21}}, "sampling_params.prompt_logprobs"),
+    ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs"),
+    ({"sampling_params": {"nothing": 21}}, "sampling_params.nothing"),
+    ({"sampling_params": {"temperature": 9}}, "temperature"),
+    ({"request_id": "x" * 129}, "request_id"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"other": 1}, "other"),
+]
+
+
+async def test_what_generate_refuses(mesh: Mesh) -> None:
+    for more, field in NOT_GENERATED:
+        response = await mesh.http.post("/inference/v1/generate", json=GENERATE | more)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == field, more
 
 
 # ── best_of ───────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,7 @@ import datetime
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Inner
@@ -91,6 +91,7 @@ ROLES = ("user", "assistant", "system")
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=15)
 @given(contents=st.lists(HOSTILE, min_size=1, max_size=3), name_of=HOSTILE)
 def test_messages_add_no_special_token(name: str, template: str, contents: list[str], name_of: str) -> None:
     tokenizer = MADE[name]
@@ -102,6 +103,7 @@ def test_messages_add_no_special_token(name: str, template: str, contents: list[
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=15)
 @given(contents=st.lists(HARMLESS, min_size=1, max_size=3))
 def test_messages_without_control_text_are_encoded_as_ever(name: str, template: str, contents: list[str]) -> None:
     tokenizer = MADE[name]
