@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -95,11 +95,24 @@ class Hasty(Removals):
         self.done(seq)
 
 
+def finding(examples: int, steps: int) -> settings:
+    """Looks for one failure with a fixed seed, and does not make it smaller."""
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+
+
 @pytest.mark.parametrize("broken", [Forgetful, Hasty])
 def test_the_model_notices(broken: type[Removals], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "make", broken)
-    found = settings(max_examples=200, stateful_step_count=15, deadline=None, database=None, report_multiple_bugs=False)
-    monkeypatch.setattr(Model.TestCase, "settings", found)
+    monkeypatch.setattr(Model.TestCase, "settings", finding(examples=200, steps=15))
     with pytest.raises(AssertionError):
         Model.TestCase("runTest").runTest()
 
@@ -211,10 +224,7 @@ class Early(Removals):
 @pytest.mark.parametrize("broken", [Deaf, Tireless, Early])
 def test_the_model_of_puts_notices(broken: type[Removals], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PutsModel, "make", broken)
-    found = settings(
-        max_examples=3000, stateful_step_count=20, deadline=None, database=None, report_multiple_bugs=False
-    )
-    monkeypatch.setattr(PutsModel.TestCase, "settings", found)
+    monkeypatch.setattr(PutsModel.TestCase, "settings", finding(examples=1000, steps=30))
     with pytest.raises(AssertionError, match="a put is lost"):
         PutsModel.TestCase("runTest").runTest()
 

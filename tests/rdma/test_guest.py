@@ -139,7 +139,8 @@ def test_tests_in_the_guest_are_reported_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "test_outside.py").write_text("def test_outside(): pass\n")
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={tmp_path}/results.xml"]
     argv += [f"--rootdir={tmp_path}", "-c", str(REPOSITORY / "pyproject.toml"), "-k", "not left_out", str(tmp_path)]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # it has its own options
+    env["PYTHONPATH"] = str(REPOSITORY)
     done = subprocess.run(argv, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=90)
     assert done.returncode == 1, done.stdout + done.stderr
     results = {}

@@ -29,7 +29,7 @@ from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.transfer import EngineConfig
 from kvmesh.transfer.config import tls_fields
 from tests.support.transfer import raw
-from tests.support.transfer.peer import Actor, Peer
+from tests.support.transfer.peer import Actor, Peer, forker
 
 TRANSPORTS = tuple(name for name in os.environ.get("KVMESH_TEST_TRANSPORTS", "shm,tcp").split(",") if name)
 _DEVICES = [
@@ -125,6 +125,7 @@ def raw_peers_speak_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nest() -> Iterator[Nest]:
+    forker()  # has a descriptor here for as long as this process lives
     before = open_files()
     made = Nest()
     yield made

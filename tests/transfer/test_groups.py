@@ -13,6 +13,7 @@ from kvmesh.kvcache.groups import GroupPlan, plan_group
 from kvmesh.kvcache.layout import ShardLayout, joined
 from kvmesh.transfer import EngineConfig
 from tests.support.transfer.peer import Peer
+from tests.support.transfer.rank import RankActor
 from tests.transfer.conftest import TRANSPORTS, Nest, equipped
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 4, 4, 16, 8, 5
@@ -43,9 +44,8 @@ class Mesh:
 
     def __init__(self, transport: str, writers: int, readers: int) -> None:
         config = EngineConfig(transports=(transport,), ack_timeout_s=2.0, request_timeout_s=20.0)
-        module = "tests.support.transfer.rank"
-        self.writers = [Peer(f"writer-{i}@1", equipped(config, 0), module) for i in range(writers)]
-        self.readers = [Peer(f"reader-{i}@1", equipped(config, 1), module) for i in range(readers)]
+        self.writers = [Peer(f"writer-{i}@1", equipped(config, 0), RankActor) for i in range(writers)]
+        self.readers = [Peer(f"reader-{i}@1", equipped(config, 1), RankActor) for i in range(readers)]
         for writer in self.writers:
             writer.allocate(REGION)
         self.bases = [reader.allocate(REGION) for reader in self.readers]

@@ -111,9 +111,9 @@ def test_steps_of_cancels_and_deadlines_grow_with_what_they_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_slices_over_256_peers() -> None:
+def test_tens_of_thousands_of_slices_over_256_peers() -> None:
     made = world(256)
-    transfer(made, 256, 100_096)
+    transfer(made, 256, 25_600)
 
 
 def test_memory_is_flat() -> None:

@@ -158,6 +158,13 @@ class Scheduler(RuleBasedStateMachine):
             self.ghosts.append(frame)
         self.carrier(frame).lost(frame, "broken", settled=settled, down=down)
 
+    @precondition(lambda self: self.posted())
+    @rule(down=st.booleans())
+    def all_are_lost(self, down: bool) -> None:
+        """As when the cable of a host is pulled: what goes again is cut into other frames, and may be lost again."""
+        for frame in sorted(self.posted(), key=lambda f: f.serial):
+            self.carrier(frame).lost(frame, "broken", settled=True, down=down)
+
     @precondition(lambda self: self.ghosts)
     @rule(data=st.data(), fenced=st.booleans())
     def late_packet(self, data: st.DataObject, fenced: bool) -> None:
@@ -382,7 +389,8 @@ def test_a_broken_scheduler_is_found(
 ) -> None:
     broken(monkeypatch)
     with pytest.raises(AssertionError):
-        run(2_000, 40, derandomize=True)  # order in sets differs from process to process: 400 did not always do
+        # Order in sets differs from process to process: the rarest took 20 to 180 examples.
+        run(1_000, 15, derandomize=True, report_multiple_bugs=False, print_blob=False)
 
 
 def test_silent_peers_hang_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

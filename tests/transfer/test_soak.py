@@ -30,8 +30,8 @@ def test_soak(nest: Nest, transport: str, seed: int) -> None:
             {"kind": "drop", "probability": 0.03},
         ],
     }
-    # Rails that are silent so long are down, and without any a request fails: a guest's one CPU may take a pause.
-    silence_s = 0.3 if transport == "rdma" else 0.1
+    # Rails that are silent so long are down, and without any a request fails: a busy machine may take a pause.
+    silence_s = 0.3
     config = EngineConfig(
         transports=(transport,), fault=json.dumps(script), ack_timeout_s=silence_s, backoff_s=0.001, max_attempts=50
     )
@@ -45,7 +45,7 @@ def test_soak(nest: Nest, transport: str, seed: int) -> None:
     outcomes: dict[str, int] = {}
     unfinished = []
 
-    for epoch in range(1, 120):
+    for epoch in range(1, 80):
         blocks = rng.sample(range(BLOCKS), 6)
         for block in blocks:
             assert target.read(block * BLOCK, BLOCK) == bytes([canaries[block]]) * BLOCK, f"late byte in {block}"

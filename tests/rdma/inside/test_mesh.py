@@ -21,6 +21,7 @@ from tests.support.mesh import harness
 from tests.support.mesh.client import until
 from tests.support.mesh.harness import Running, running_mesh
 from tests.support.reference import assert_matches_reference
+from tests.support.warm_processes import warm_services
 
 # One processor, a dozen processes that import torch or gRPC, and the reference model.
 GUEST = {"rails": 2, "memory_mb": 6144, "timeout_s": 560}
@@ -52,8 +53,9 @@ async def mesh(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         "decode": {"nics": "rxb0,rxb1"},
     }
     folder = tmp_path_factory.mktemp("run")
-    async with running_mesh(checkpoint, folder, block_tokens=BLOCK, transports="rdma", flags=flags) as running:
-        yield running
+    with warm_services():
+        async with running_mesh(checkpoint, folder, block_tokens=BLOCK, transports="rdma", flags=flags) as running:
+            yield running
 
 
 def samples(running: Running, instance: str, name: str) -> Counter[tuple[str, str, str]]:

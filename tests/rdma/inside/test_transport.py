@@ -134,13 +134,13 @@ def test_reads_of_every_size(two: Two) -> None:
         assert two.writer.read(3, nbytes) == pattern(nbytes, nbytes)
 
 
-def test_256_mib_there_and_back(nest: Nest) -> None:
+def test_64_mib_there_and_back(nest: Nest) -> None:
     """Every byte. The guest maps each page that a process touches by a mapping of its host's, which has a limit: what
     was looked at is unmapped again, which shared memory survives."""
-    nbytes, step = 256 * MIB - 9, 8 * MIB
+    nbytes, step = 64 * MIB - 9, 8 * MIB
     shared = [replace(config(side), transports=("rdma", "shm")) for side in "ab"]
     writer, target = nest.actor("writer#1", shared[0]), nest.actor("target#1", shared[1])
-    near, far = writer.engine.allocate(256 * MIB, "cpu:0"), target.engine.allocate(256 * MIB, "cpu:0")
+    near, far = writer.engine.allocate(64 * MIB, "cpu:0"), target.engine.allocate(64 * MIB, "cpu:0")
 
     def pieces(region: Region, offset: int) -> Iterator[memoryview]:
         assert region.memory is not None

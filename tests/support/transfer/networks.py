@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 
 import pytest
 
 from kvmesh.transfer import EngineConfig, TransferState
 from kvmesh.transfer.api import BatchId
-from tests.support.transfer.peer import Actor, Peer, pattern, serve
+from tests.support.transfer.peer import Actor, Peer, pattern
 
 
 class HostActor(Actor):
@@ -63,17 +60,7 @@ class HostPeer(Peer):
     """An engine in a process of its own in a namespace."""
 
     def __init__(self, network: str, name: str, config: EngineConfig) -> None:
-        mine, its = socket.socketpair()
-        with its:
-            python = [sys.executable, "-m", "tests.support.transfer.networks", str(its.fileno())]
-            self.process = subprocess.Popen(
-                ["ip", "netns", "exec", network, *python],
-                pass_fds=[its.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        self.name = name
-        self._pipe = Connection(mine.detach())
-        self._pipe.send((name, config))
+        super().__init__(name, config, HostActor, network)
 
 
 def run(*words: str) -> str:
@@ -165,7 +152,3 @@ def networks() -> Iterator[Networks]:
         yield made
     finally:
         made.close()
-
-
-if __name__ == "__main__":
-    serve(HostActor)

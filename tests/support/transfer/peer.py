@@ -1,9 +1,13 @@
 """A transfer engine in a process of its own, told what to do over a pipe.
 
-`python -m tests.support.transfer.peer FD`."""
+The processes are forked from one that has imported the engine (`python -m tests.support.transfer.peer FD`)."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -11,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +33,10 @@ from kvmesh.transfer import (
     TransferStatus,
 )
 from kvmesh.transfer.api import BatchId, Region
+from tests.support.forking import Forker, Message, fork_others, forking_process
 
+CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
+MS_REC, MS_SLAVE, MNT_DETACH = 1 << 14, 1 << 19, 2
 Copy = tuple[int, int, int]  # offset in the local region, offset in the remote segment, length
 
 
@@ -138,17 +146,27 @@ class Actor:
         self.engine.close()
 
 
-class Peer:
-    """An Actor in a spawned process (of `module`); attribute access calls it there."""
+@cache
+def forker() -> Forker:
+    """Started when it is first asked for; it ends with this process."""
+    kept = contextlib.ExitStack()
+    atexit.register(kept.close)
+    return Forker(kept.enter_context(forking_process("tests.support.transfer.peer")))
 
-    def __init__(self, name: str, config: EngineConfig, module: str = "tests.support.transfer.peer") -> None:
+
+class Peer:
+    """An Actor of the given kind in a process of its own; attribute access calls it there."""
+
+    def __init__(
+        self, name: str, config: EngineConfig, kind: type[Actor] = Actor, network: str = "", unshare: int = 0
+    ) -> None:
+        """`network`: the name of a network namespace that it is in; `unshare`: what namespaces are its own, as the
+        system call takes them."""
         mine, its = socket.socketpair()
+        told = {"module": kind.__module__, "kind": kind.__name__, "network": network, "unshare": unshare}
         with its:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(its.fileno())],
-                pass_fds=[its.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            self.process = forker().fork({**told, "env": env}, [1, 2, its.fileno()])
         self.name = name
         self._pipe = Connection(mine.detach())
         self._pipe.send((name, config))
@@ -186,9 +204,9 @@ class Peer:
                 self.process.wait(10)
 
 
-def serve(kind: type[Actor]) -> None:
-    """Does what the pipe of the command line says, until it is closed."""
-    pipe = Connection(int(sys.argv[1]))
+def serve(kind: type[Actor], fd: int) -> None:
+    """Does what the pipe says, until it is closed."""
+    pipe = Connection(fd)
     name, config = pipe.recv()
     actor = kind(name, config)
     while True:
@@ -203,5 +221,37 @@ def serve(kind: type[Actor]) -> None:
     actor.close()
 
 
+def run(told: Message, filenos: list[int]) -> None:
+    """Is a peer."""
+    (fd,) = filenos
+    if told["network"]:
+        enter_network(told["network"])
+    call("unshare", told["unshare"])
+    serve(getattr(importlib.import_module(told["module"]), told["kind"]), fd)
+
+
+def call(function: str, *words: Any) -> None:
+    """A function of libc that answers 0 when it has done its work."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*words) != 0:
+        raise OSError(ctypes.get_errno(), f"{function} of {words}")
+
+
+def enter_network(name: str) -> None:
+    """As `ip netns exec` does it, with a /sys that shows the devices there."""
+    with open(f"/run/netns/{name}") as network:
+        call("setns", network.fileno(), CLONE_NEWNET)
+    call("unshare", CLONE_NEWNS)
+    call("mount", b"", b"/", b"none", MS_SLAVE | MS_REC, None)
+    with contextlib.suppress(OSError):  # there may be none
+        call("umount2", b"/sys", MNT_DETACH)
+    call("mount", name.encode(), b"/sys", b"sysfs", 0, None)
+
+
+def main() -> None:
+    importlib.import_module("kvmesh.transfer.engine")
+    sys.modules.setdefault("tests.support.transfer.peer", sys.modules["__main__"])  # it is imported already
+    fork_others(socket.socket(fileno=int(sys.argv[1])), run)
+
+
 if __name__ == "__main__":
-    serve(Actor)
+    main()

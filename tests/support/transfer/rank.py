@@ -1,5 +1,4 @@
-"""One rank of a group in a process of its own: an actor (see peer.py) with `GroupWrite` and `GroupLanding`.
-`python -m tests.support.transfer.rank FD`."""
+"""One rank of a group in a process of its own: an actor (see peer.py) with `GroupWrite` and `GroupLanding`."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Sequence
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, Notification, Range
 from kvmesh.transfer.groups import Copy, GroupLanding, GroupWrite
-from tests.support.transfer.peer import Actor, serve
+from tests.support.transfer.peer import Actor
 
 Leg = tuple[str, Sequence[Copy]]  # a reader's segment, and (offset in our region, offset in its segment, length)
 
@@ -71,7 +70,3 @@ class RankActor(Actor):
     def fence_all(self) -> None:
         assert self._landing is not None
         self._landing.fence(10.0)
-
-
-if __name__ == "__main__":
-    serve(RankActor)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import struct
 import subprocess
-import sys
 import threading
 import zlib
 from dataclasses import replace
-from multiprocessing.connection import Connection
 
 import pytest
 
@@ -102,30 +98,23 @@ def test_checksums_in_packets(nest: Nest) -> None:
 # ── namespaces ────────────────────────────────────────────────────────────────────────────────────
 
 
-class UnsharedPeer(Peer):
-    """A peer in namespaces of its own."""
-
-    def __init__(self, name: str, config: EngineConfig, *options: str) -> None:
-        mine, its = socket.socketpair()
-        with its:
-            python = [sys.executable, "-m", "tests.support.transfer.peer", str(its.fileno())]
-            self.process = subprocess.Popen(
-                ["unshare", *options, "--", *python],
-                pass_fds=[its.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        self.name = name
-        self._pipe = Connection(mine.detach())
-        self._pipe.send((name, config))
+UNSHARE = {  # unshare(1)'s option → unshare(2)'s flag
+    "--mount": 0x20000,
+    "--cgroup": 0x2000000,
+    "--uts": 0x4000000,
+    "--ipc": 0x8000000,
+    "--user": 0x10000000,
+}
 
 
 def unshared(nest: Nest, *options: str) -> Peer:
+    """A peer in namespaces of its own."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare (util-linux) here")
     tried = subprocess.run(["unshare", *options, "true"], capture_output=True, text=True, timeout=10)
     if tried.returncode != 0:
         pytest.skip(f"unshare {' '.join(options)}: {tried.stderr.strip()}")
-    peer = UnsharedPeer("target#1", EngineConfig(), *options)
+    peer = Peer("target#1", EngineConfig(), unshare=sum(UNSHARE[option] for option in options))
     nest.peers.append(peer)
     return peer
 
