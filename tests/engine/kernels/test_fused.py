@@ -159,7 +159,8 @@ NORMS = ("none", "same", "float32")
     ids=str,
 )
 def test_rotation_and_write(heads: str, dtype: torch.dtype, norm: str, device: torch.device) -> None:
-    """All sizes of heads in each dtype and with each norm; tokens at both sides of a block's border, of several requests, and one that leaves no trace."""
+    """All sizes of heads in each dtype and with each norm; tokens at both sides of a block's border, of several
+    requests, and one that leaves no trace."""
     shape, partial = HEADS[heads]
     shape = replace(shape, dtype=dtype)
     block = shape.block
