@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.multiprocessing.spawn import spawn
 
 from kvmesh.engine.axes import Axes
 from kvmesh.engine.models.dispatch import Dispatch, PaddedDispatch, RaggedDispatch, StepRounds, owners_along_dp
 from kvmesh.engine.parallel import ALONE, Group, RankMesh, share
 from kvmesh.engine.runner import NOBODY, DecodeInput, PrefillInput, SampleParams
+from tests.support.engine.rank_processes import run_ranks
 from tests.support.engine.stepper import Stepper
 from tests.support.engine.threaded_mesh import over_threads
 from tests.support.reference import Forced, assert_as_close_as_reference, assert_matches_reference
@@ -224,7 +224,7 @@ def rank_main(rank: int, folder: Path, paths: list[Path]) -> None:
 def test_ranks_with_uneven_work_answer_as_one_does(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     """Experts over dp, over dp and tp, over tp alone; ragged, padded, and both in turn."""
     paths = [zoo(name) for name in MODELS]
-    spawn(rank_main, (tmp_path, paths), nprocs=4)  # type: ignore[no-untyped-call]
+    run_ranks(rank_main, (tmp_path, paths), 4)
     alone = [told(path, ALONE, 0) for path in paths]
     for number, cases in enumerate(CASES):
         for case in cases:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from kvmesh.engine.axes import Axes
 from kvmesh.engine.cache_memory import group_shapes, named_by_group, zeroed_memory
@@ -26,6 +25,7 @@ from kvmesh.kvcache.layout import ShardLayout
 from tests.support.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.support.engine.given_mesh import GivenMesh
 from tests.support.engine.qwen3_next import make_qwen3_next
+from tests.support.engine.rank_processes import run_ranks
 from tests.support.engine.stepper import Stepper, sampled_id
 from tests.support.reference import Forced, assert_as_close_as_reference, assert_matches_reference
 
@@ -37,9 +37,9 @@ FORCED = [PROMPTS[0], *([(n * i * i + 3 * i) % 250 + 3 for i in range(37)] for n
 # biased experts; chunks.
 LATER = ["granite", "olmo3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "deepseek_v2", "deepseek_v3"]
 LATER += ["gpt_oss", "llama4"]
-# A window in all layers and in some, norms after sums, norms of heads, matrices that are stored joined, longrope.
-TENSOR = ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased"]
-FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "phi3-long", *LATER]
+# Norms after sums, windows in some layers, matrices that are stored joined; no cut depends on a rope, nor on a window
+# that all layers have, and a cut of biases and of heads that are normed is what the first case shows.
+FAMILIES = ["gemma3", "phi3-window", *LATER]
 # A norm of both answers, latents beside experts, scaled answers, sinks, chunks in some layers.
 STAGED = ["gemma2", "gemma3", "deepseek_v3", "granite", "gpt_oss", "llama4"]
 SAMPLED = SampleParams(temperature=0.9, top_p=0.95, seed=11, logprobs=2)
@@ -192,11 +192,11 @@ def dies_while_others_wait(rank: int, mesh: RankMesh, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("axes", "names", "cut"),
     [
-        ("tp=2", ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased"], "columns"),
+        ("tp=2", ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "biased"], "columns"),
         ("tp=2", FAMILIES[::2], "columns"),
         ("tp=2", FAMILIES[1::2], "columns"),
-        ("tp=4", ["qwen3-gqa4-yarn", "llama-gqa4-llama3"], "auto"),
-        ("tp=2", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"], "whole"),
+        ("tp=4", ["llama-gqa4-llama3"], "auto"),
+        ("tp=2", ["deepseek_v3", "gpt_oss"], "whole"),
         ("pp=2", ["qwen3-gqa4-yarn", *STAGED], "auto"),
         ("pp=2,tp=2", ["deepseek_v3", "gemma2"], "columns"),
         ("pp=4", ["qwen3_moe", "llama4"], "auto"),
@@ -210,14 +210,13 @@ def test_ranks_together_answer_as_one_does(
     head, which two stages read, a residual between two norms, memory by cache groups, states."""
     made: dict[str, dict[str, Any]] = {
         "biased": {"family": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-        "phi3-long": FAMILY_ZOO["phi3"] | {"original_max_position_embeddings": 4},  # shorter than the prompts
     }
     paths = [make_checkpoint(tmp_path / name, **made[name]) if name in made else zoo(name) for name in names]
     mesh, grouped = Axes.parse(axes), []
     if axes == "pp=2":
         grouped = [make_checkpoint(tmp_path / "gemma2", **FAMILY_ZOO["gemma2"] | {"num_hidden_layers": 4})]
         grouped.append(make_qwen3_next(tmp_path / "qwen3_next"))
-    spawn(rank_main, (mesh, tmp_path, paths, grouped, cut), nprocs=mesh.world)  # type: ignore[no-untyped-call]
+    run_ranks(rank_main, (mesh, tmp_path, paths, grouped, cut), mesh.world)
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(mesh.world)]
     assert (tmp_path / "heard").exists() == (axes == "tp=2")
     for at, path in enumerate(grouped):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.multiprocessing.spawn import spawn
 
 from kvmesh.engine.axes import Axes
 from kvmesh.engine.batch import DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
@@ -19,6 +18,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.parallel import SOLO, Group, RankMesh
 from kvmesh.engine.pieces import LEAST_TOKENS, MOST_PIECES, MOST_TOKENS, PieceGraphs, piece_sizes, token_buckets
 from tests.support.checkpoints import prompts
+from tests.support.engine.rank_processes import run_ranks
 from tests.support.engine.recorded import RecordedCapture
 from tests.support.engine.stepper import Stepper
 from tests.support.reference import assert_matches_reference
@@ -287,7 +287,7 @@ def rank_main(rank: int, folder: Path, path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_capture_the_same_sizes_and_sum_in_replays(zoo: Zoo, tmp_path: Path) -> None:
     path = zoo("llama-gqa4-llama3")
-    spawn(rank_main, (tmp_path, path), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(rank_main, (tmp_path, path), 2)
     told = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
     assert [sizes for sizes, *_ in told] == [(8, 24)] * 2
     assert "another rank failed" in told[0][1] and "is refused" in told[1][1]

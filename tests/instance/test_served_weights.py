@@ -40,6 +40,7 @@ from tests.support.rank_driver import BLOCK, GREEDY, AllRanks, ranks
 from tests.support.reference import assert_matches_reference
 from tests.support.s3_server import s3_server
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 PROMPT = prompt(3, 40, 250)
 
 
@@ -85,7 +86,9 @@ def bucket(folders: list[Path]) -> Iterator[str]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def served(folders: list[Path], bucket: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def served(
+    forked_ranks: None, folders: list[Path], bucket: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
     root = str(tmp_path_factory.getbasetemp())
     allowed = (root, f"{bucket}/steps")
     async with ranks("w", folders[0], 2, tmp_path_factory.mktemp("ranks"), rollout_folders=allowed) as both:

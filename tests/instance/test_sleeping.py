@@ -56,7 +56,7 @@ class Sleeper:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def sleeper(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleeper]:
+async def sleeper(forked_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleeper]:
     folder = tmp_path_factory.mktemp("ranks")
     async with ranks("w", make_checkpoint(folder / "model", num_hidden_layers=2), 2, folder) as both:
         yield Sleeper(both)

@@ -42,7 +42,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engine.qwen3_next import make_qwen3_next
 from tests.support.steps_world import BLOCK, Device, World
 
-EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "25"))
 SETTINGS = settings(
     max_examples=EXAMPLES,
     stateful_step_count=40,

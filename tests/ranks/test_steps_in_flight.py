@@ -33,7 +33,7 @@ from tests.support.steps_world import (
     World,
 )
 
-EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "30"))
 SETTINGS = settings(
     max_examples=EXAMPLES,
     stateful_step_count=50,

@@ -5,6 +5,7 @@ else has them."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,11 @@ POISON_EPOCH = 77
 
 def told_by_runner(path: Path, prompt: Sequence[int], count: int) -> list[int]:
     """Returns the greedy answer of a runner that keeps everything and has nobody else to serve."""
+    return list(_told(path, tuple(prompt), count))
+
+
+@functools.lru_cache(maxsize=64)
+def _told(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
     checkpoint = open_checkpoint(path)
     shapes = group_shapes(checkpoint.config, torch.float32, BLOCK)
     pages = -(-(len(prompt) + count) // BLOCK)
@@ -379,14 +385,20 @@ class GroupedFront:
 
 
 async def hand_over(
-    a: GroupedFront, b: GroupedFront, prompt: Sequence[int], chunk: int, at: int, by_first_group: bool = False
+    a: GroupedFront,
+    b: GroupedFront,
+    prompt: Sequence[int],
+    chunk: int,
+    at: int,
+    by_first_group: bool = False,
+    epoch: int = 1,
 ) -> GroupedRequest:
     """Prefills on `a`, whose ranks push to the one rank of `b` and are told where to once `at` tokens are computed.
     Returns the request as `b` has it."""
     ready, writers = b.driver.client.ready, a.driver.readies
     landed, landing = b.landing(len(prompt))
     for writer in writers:
-        b.window(writer.engine_name, 1, landing, by_first_group)
+        b.window(writer.engine_name, epoch, landing, by_first_group)
     a.driver.client.send(m.OpenSegment(ready.descriptor))
     request = a.request(prompt)
     lease = time.monotonic_ns() + 60_000_000_000
@@ -396,7 +408,9 @@ async def hand_over(
         if not at <= done or request.handle in told:
             return
         told.add(request.handle)
-        spec = m.PushOpen(request.handle, 1, ready.engine_name, (), (), 0, 0, len(prompt), lease, group_offsets=landing)
+        spec = m.PushOpen(
+            request.handle, epoch, ready.engine_name, (), (), 0, 0, len(prompt), lease, group_offsets=landing
+        )
         for number in range(len(writers)):
             target = m.PushTarget(0, ready.engine_name, (), landing)
             group = m.PushGroup(number, layouts, tuple(one.shard for one in ready.groups), (target,))
@@ -409,7 +423,7 @@ async def hand_over(
     assert isinstance(pushed, m.PushDone), pushed
     for writer in writers:
         await b.driver.take(m.FillEnded)
-        b.driver.client.send(m.Fence(writer.engine_name, 1))
+        b.driver.client.send(m.Fence(writer.engine_name, epoch))
         await b.driver.take(m.Fenced)
     await a.give_back_all(request)
     await b.landed(landed, landing)

@@ -31,13 +31,17 @@ def reference_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
+@functools.lru_cache(maxsize=64)
 @torch.inference_mode()
-def reference_logits(path: str | Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """float32 `[len(token_ids), vocab]`: the logits after each token, of a model that computes in `dtype`."""
-    logits: torch.Tensor = (
-        reference_model(str(path), dtype)(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
-    )
+def _logits(path: str, token_ids: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    logits: torch.Tensor = reference_model(path, dtype)(torch.tensor([token_ids]), use_cache=False).logits[0].float()
     return logits
+
+
+def reference_logits(path: str | Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """float32 `[len(token_ids), vocab]`: the logits after each token, of a model that computes in `dtype`.
+    Nobody may write into them: who asks again gets the same."""
+    return _logits(str(path), tuple(token_ids), dtype)
 
 
 def reference_greedy(path: str | Path, prompt: Sequence[int], count: int) -> list[int]:

@@ -147,10 +147,10 @@ def test_groups_answer_what_one_tensor_answers(stepper: Stepper, zoo: Zoo, monke
 
     monkeypatch.setattr(capture, "CudaCapture", lambda device: RerunCapture())
     twins = Twins(zoo("gemma2"), "float32", 16, 8, tails=False)
-    long, short = (prompts(1, twins.config.vocab_size, seed=n, low=n, high=n + 1)[0] for n in (52, 18))
+    long, short = (prompts(1, twins.config.vocab_size, seed=n, low=n, high=n + 1)[0] for n in (36, 7))
     first, second = twins.request(long), twins.request(short)
-    twins.step(chunks=[(first, 40)])
-    twins.step(chunks=[(first, 12), (second, 18)])
+    twins.step(chunks=[(first, 24)])
+    twins.step(chunks=[(first, 12), (second, 7)])
     twins.step([first, second])
     for runner in (twins.whole, twins.grouped):
         with torch.inference_mode():

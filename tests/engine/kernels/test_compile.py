@@ -38,12 +38,18 @@ def most_shared(name: str, capability: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("capability", ["80", "90", "100"])
-@pytest.mark.parametrize(("part", "kernels", "candidates"), [("", 106, 7), ("latents", 22, 7)])
+@pytest.mark.parametrize(
+    ("capability", "part", "kernels"),
+    [
+        *(("80", "", 55), ("90", "", 106 + 7), ("100", "", 55)),  # candidates are compiled for Hopper
+        *(("80", "latents", 14), ("90", "latents", 22 + 7), ("100", "latents", 14)),
+    ],
+)
 def test_every_kernel_compiles_for_a_gpu_fits_it_and_does_not_spill(
-    capability: str, part: str, kernels: int, candidates: int, device: torch.device, tmp_path: Path
+    capability: str, part: str, kernels: int, device: torch.device, tmp_path: Path
 ) -> None:
-    """The interpreter takes what the compiler would refuse; a process of its own has the compiler."""
+    """The interpreter takes what the compiler would refuse; a process of its own has the compiler. For Hopper all that
+    is served is compiled, for others the extremes."""
     del device  # skips where there is no triton
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.engine.compiled", capability, part]
@@ -51,7 +57,7 @@ def test_every_kernel_compiles_for_a_gpu_fits_it_and_does_not_spill(
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)  # `-s` shows shared memory, registers and spills
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == kernels + (candidates if capability == "90" else 0)
+    assert len(lines) == kernels
     assert all(int(shared) <= most_shared(name, capability) for name, *_, shared, _, _ in lines), done.stdout
     spilling = {tuple(line[:3]): int(line[5]) for line in lines if line[5] != "0"}
     allowed = SPILLS | OF_CAPABILITY.get(capability, {})

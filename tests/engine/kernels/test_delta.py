@@ -9,12 +9,13 @@ from kvmesh.engine.attention import delta
 from kvmesh.engine.attention.delta import Runs, StateSlots
 from tests.support.engine.delta_oracle import DeltaCase
 
-LENGTHS = ([1, 1, 1], [1, 40, 3], [17, 16])
+CASE, ODD = DeltaCase(), DeltaCase(key_heads=1, repeats=3, key_dim=16, value_dim=7, kernel=2)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize(
-    "case", [DeltaCase(), DeltaCase(key_heads=1, repeats=3, key_dim=16, value_dim=7, kernel=2)], ids=str
+    ("case", "lengths"),
+    [(CASE, [1, 1, 1]), (CASE._replace(key_heads=1), [1, 34, 3]), (ODD, [1, 1, 1]), (ODD, [17, 16])],
+    ids=str,
 )
 def test_a_step_equals_torch(case: DeltaCase, lengths: list[int], device: torch.device) -> None:
     from kvmesh.engine.kernels import delta as kernels
@@ -40,7 +41,7 @@ def test_states_that_lie_apart(device: torch.device) -> None:
     """A layer's states of a slot are a part of the slot: others' stay."""
     from kvmesh.engine.kernels import delta as kernels
 
-    case, lengths = DeltaCase(), [1, 18]
+    case, lengths = CASE._replace(key_heads=1), [1, 18]
     x, weight, log_decay, rate = (part.to(device) for part in case.inputs(sum(lengths), 6)[:4])
     slots, runs = torch.tensor([1, 2], device=device), Runs(lengths, device)
     wide_states, wide_known = (torch.stack((part, part + 1), 1).to(device) for part in case.states(4, 6))

@@ -24,9 +24,6 @@ Zoo = Callable[[str], Path]
     [
         ("gpt_oss", False),
         pytest.param("gpt_oss", True, marks=pytest.mark.slow),
-        pytest.param("qwen3", True, marks=pytest.mark.slow),
-        pytest.param("gemma3", False, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", False, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
     ],
 )

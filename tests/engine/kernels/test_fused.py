@@ -28,7 +28,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor | float = 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size"), [(1, 16), (3, 100), (5, 2560), (0, 8)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (3, 100), (2, 2560), (0, 8)])
 @pytest.mark.parametrize("wide_weight", [False, True])
 def test_norm(dtype: torch.dtype, rows: int, size: int, wide_weight: bool, device: torch.device) -> None:
     from kvmesh.engine.kernels import fused
@@ -54,7 +54,7 @@ def test_gated(dtype: torch.dtype, activation: str, rows: int, size: int, device
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size"), [(1, 16), (3, 100), (5, 2560), (0, 8)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (3, 100), (2, 2560), (0, 8)])
 @pytest.mark.parametrize("wide_weight", [False, True])
 @pytest.mark.parametrize("normed_before", [False, True])
 def test_add_and_norm_is_the_addition_and_the_norm_to_the_last_bit(
@@ -150,11 +150,17 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("norm", ["none", "same", "float32"])
-def test_rotation_and_write(dtype: torch.dtype, heads: str, norm: str, device: torch.device) -> None:
-    """Tokens at both sides of a block's border, of several requests, and one that leaves no trace."""
+NORMS = ("none", "same", "float32")
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "norm"),
+    [(heads, dtype, NORMS[(i + j) % 3]) for i, heads in enumerate(HEADS) for j, dtype in enumerate(DTYPES)],
+    ids=str,
+)
+def test_rotation_and_write(heads: str, dtype: torch.dtype, norm: str, device: torch.device) -> None:
+    """All sizes of heads in each dtype and with each norm; tokens at both sides of a block's border, of several
+    requests, and one that leaves no trace."""
     shape, partial = HEADS[heads]
     shape = replace(shape, dtype=dtype)
     block = shape.block

@@ -59,20 +59,21 @@ def latent_bench(module: Any, device: torch.device, shape: LatentShape, num_page
 # ── absorbed decode ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 LENGTHS = (1, 40, 0, 16, 17, 75)
+SHARES = ((99, False), (1, False), (1, True))
+# DeepSeek's widths in each variant that serves them, of 65 heads a whole tile and one of a single head; every way to
+# share contexts over widths that fit no tile.
 DECODED = [
-    (1, 512, 64, 16, torch.float16),
-    (3, 512, 64, 64, torch.float16),
-    (16, 512, 64, 16, torch.float16),
-    pytest.param(128, 512, 64, 64, torch.float16, marks=pytest.mark.slow),
-    (65, 512, 64, 64, torch.float16),
-    (3, 33, 6, 16, torch.float32),
-    (17, 64, 16, 32, torch.float32),
-    (2, 24, 0, 16, torch.float32),
+    (1, 512, 64, 16, torch.float16, *SHARES[1]),
+    (3, 512, 64, 64, torch.float16, *SHARES[2]),
+    (17, 512, 64, 16, torch.float16, *SHARES[0]),
+    (65, 512, 64, 64, torch.float16, *SHARES[2]),
+    *((3, 33, 6, 16, torch.float32, *share) for share in SHARES),
+    *((17, 64, 16, 32, torch.float32, *share) for share in SHARES[:2]),
+    (2, 24, 0, 16, torch.float32, *SHARES[2]),
 ]
 
 
-@pytest.mark.parametrize(("longest", "owned"), [(99, False), (1, False), (1, True)])
-@pytest.mark.parametrize(("heads", "latent", "rope", "block", "dtype"), DECODED, ids=str)
+@pytest.mark.parametrize(("heads", "latent", "rope", "block", "dtype", "longest", "owned"), DECODED, ids=str)
 def test_decode_equals_the_oracle(
     heads: int, latent: int, rope: int, block: int, dtype: torch.dtype, longest: int, owned: bool, device: torch.device
 ) -> None:
@@ -126,7 +127,7 @@ def test_decode_equals_the_oracle(
         (3, 33, 6, 16, torch.float32, 8, 99),
         (3, 33, 6, 16, torch.float32, 4, 1),  # a tile of heads of several rows
         (17, 64, 16, 32, torch.float32, 2, 1),  # several tiles, some of rows that a request does not have
-        (16, 512, 64, 64, torch.float16, 8, 1),
+        (5, 512, 64, 64, torch.float16, 8, 1),
     ],
     ids=str,
 )
@@ -176,7 +177,7 @@ def test_rows_of_a_request_share_a_program(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "4 heads"])  # a short step has several
 def test_steps_equal_float64(
     name: str, triton_latent: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,9 +188,9 @@ def test_steps_equal_float64(
     monkeypatch.setattr(triton_latent, "PIECE_TOKENS", 48)
     monkeypatch.setattr(triton_latent, "WORKSPACE_BYTES", 3 * 48 * (shape.nope + shape.value) * shape.dtype.itemsize)
     bench = latent_bench(triton_latent, device, shape, 60)
-    rows = [bench.request(done + 6, done) for done in (0, 1, 15, 40)]
-    cold = [bench.request(length + 8) for length in (2, 16, 65)]
-    warm = [bench.request(start + length + 8, start) for start, length in ((16, 5), (100, 2), (37, 33))]
+    rows = [bench.request(done + 6, done) for done in (0, 15, 40)]
+    cold = [bench.request(length + 8) for length in (2, 16, 35)]
+    warm = [bench.request(start + length + 8, start) for start, length in ((16, 5), (100, 2), (37, 17))]
     with torch.inference_mode():
         bench.step([])
         bench.step([LatentChunk(row, 1, span=False) for row in rows])

@@ -126,7 +126,7 @@ def cuts(logits: torch.Tensor, params: list[SampleParams]) -> tuple[np.ndarray, 
     return expected.numpy(), kept
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     kind=st.sampled_from(KINDS),
     vocab=st.sampled_from([1, 2, 31, 256, 700]),

@@ -92,7 +92,9 @@ def steps(kinds: list[str], device: torch.device, on_device: OnDevice) -> list[l
     return made
 
 
-@pytest.mark.parametrize("kinds", [*([kind] for kind in ASKED), list(ASKED)], ids=lambda kinds: "+".join(kinds))
+@pytest.mark.parametrize(
+    "kinds", [["greedy"], ["temperature"], ["far top_k"], ["penalties"], list(ASKED)], ids=lambda kinds: "+".join(kinds)
+)
 def test_sampling_waits_once_a_step_and_answers_as_a_cpu(kinds: list[str], watched: Apart) -> None:
     tokens = steps(kinds, DEVICE, lambda logits: Remote(logits.contiguous()))
     assert watched.reads == 3, "one read a step"

@@ -21,16 +21,16 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, spec: AttentionSpec) -> torch.Tensor:
     """Queries `[T, H, D]` at positions start.. against `[start + T, K, D]`; float64 `[T, H * D]`."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("thd,nhd->htn", q.double(), k) * spec.scale
+    queries = q.double().unflatten(1, (k.shape[1], -1))  # [T, K, group, D]
+    scores = torch.einsum("tkgd,nkd->kgtn", queries, k.double()).flatten(0, 1) * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     where, token = torch.arange(start, start + q.shape[0])[:, None], torch.arange(k.shape[0])
     scores = scores.masked_fill((token > where) | (token < oldest_seen(spec, where)), -torch.inf)
     if spec.sinks is not None:
         scores = torch.cat((scores, spec.sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
-    return torch.einsum("htn,nhd->thd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
+    weights = scores.softmax(-1)[..., : len(k)].unflatten(0, (k.shape[1], -1))
+    return torch.einsum("kgtn,nkd->tkgd", weights, v.double()).flatten(1)
 
 
 class Shape(NamedTuple):

@@ -42,6 +42,8 @@ SHAPES = (
     ("bf16", 256, 2, 64, True),
     ("fp32", 96, 4, 32, False),
 )
+# Of other GPUs than Hopper: what is served most, the widest heads and what spills most. What lies between takes less.
+EXTREMES = (SHAPES[2], SHAPES[4], SHAPES[5])
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT32 = ("of_token", "table", "owners", "requests", "work", "joins", "lengths", "slots", "source", "target", "bits")
 FLOAT32 = ("sinks", "partial", "weights", "answers", "log_decay", "rate", "states", "lse")
@@ -133,7 +135,8 @@ def main(capability: int, part: str = "") -> None:
     if part == "latents":
         latents(show, capability)
         return
-    for dtype, dim, group, block, capped in SHAPES:
+    hopper = capability == 90
+    for dtype, dim, group, block, capped in SHAPES if hopper else EXTREMES:
         tiles = tiles_for(dim, ITEMSIZE[dtype], block)
         size = {"DIM": dim, "PADDED": tiles.padded_dim}
         paged = size | {"TILE": tiles.keys, "GROUP": group, "BLOCK_TOKENS": block, "CAPPED": capped, "SINKS": True}
@@ -171,7 +174,7 @@ def main(capability: int, part: str = "") -> None:
         show("rotate", dtype, dim, fused._rotate_and_write, 4, **half, **rotates, NORMED=True)
         show("rotate/part", dtype, dim, fused._rotate_and_write, 4, **part, **rotates, NORMED=True)
         show("rotate/plain", dtype, dim, fused._rotate_and_write, 4, **half, **rotates, NORMED=False)
-    for length in (896, 4096, 8192):
+    for length in (896, 4096, 8192) if hopper else (8192,):
         padded = power_of_two(length)
         warps = 4 if length <= fused.WIDE else 8
         show("rms_norm", "bf16", length, fused._rms_norm, warps, SIZE=length, PADDED=padded, ROUND_FIRST=True)
@@ -179,7 +182,8 @@ def main(capability: int, part: str = "") -> None:
         show("add_norm", "bf16", length, fused._add_rms_norm, warps, **row, INNER=False)
         show("add_norm/inner", "bf16", length, fused._add_rms_norm, warps, **row, INNER=True)
         show("gated", "bf16", length, fused._gated, 4, SIZE=length, BLOCK=fused.GATED_BLOCK, GELU=False)
-    for hidden, inner, gate, biased in ((2048, 768, experts.SILU, False), (2880, 2880, experts.CLAMPED, True)):
+    moes = ((2048, 768, experts.SILU, False), (2880, 2880, experts.CLAMPED, True))
+    for hidden, inner, gate, biased in moes if hopper else moes[1:]:
         for few in (experts.FEW, experts.MANY):  # Qwen3-30B-A3B, gpt-oss; and inputs that are scaled, as in Llama 4
             moe = {"EXPERTS": 128, "HIDDEN": hidden, "INNER": inner, "ROWS": few, "BIASED": biased}
             moe |= {"COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH}
@@ -200,8 +204,9 @@ def main(capability: int, part: str = "") -> None:
     show("mask", "fp32", mask.BLOCK, mask._mask, 4, SIZE=mask.BLOCK)
     show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
     show("pick", "fp32", sample.BLOCK, sample._pick, 4, SIZE=sample.BLOCK, CHUNKS=128)
-    for dtype, counts in (("fp32", True), ("fp32", False), ("fp64", False)):
-        for first in (True, False):
+    cuts = (("fp32", True), ("fp32", False), ("fp64", False))
+    for dtype, counts in cuts if hopper else cuts[1:2]:
+        for first in (True, False) if hopper else (False,):
             kind = {"COUNTS": counts, "FIRST": first}
             show("spread", dtype, sample.SPREAD, sample._spread, 8, **kind, SIZE=sample.SPREAD)
             if dtype == "fp32":  # it reads no logits
@@ -210,10 +215,13 @@ def main(capability: int, part: str = "") -> None:
 
 
 def latents(show: Any, capability: int) -> None:
-    """DeepSeek-V3's latent attention, whole and of one rank of 4 or 8; and, of float32, the shape of a small demo."""
+    """DeepSeek-V3's latent attention, whole and of one rank of 8, for Hopper in float16 and of one rank of 4, too; and,
+    of float32, the shape of a small demo."""
     of = capability // 10, capability % 10
-    for dtype, heads, latent, rope in (("bf16", 128, 512, 64), ("bf16", 32, 512, 64), ("bf16", 16, 512, 64),
-                                       ("fp16", 128, 512, 64), ("fp32", 8, 64, 16)):  # fmt: skip
+    shapes = [("bf16", 128, 512, 64), ("bf16", 16, 512, 64), ("fp32", 8, 64, 16)]
+    if capability == 90:
+        shapes += [("bf16", 32, 512, 64), ("fp16", 128, 512, 64)]
+    for dtype, heads, latent, rope in shapes:
         shape = {"HEADS": heads, "LATENT": latent, "PADDED": latent, "ROPE": rope, "PADDED_ROPE": power_of_two(rope)}
         shape["OWNED"] = False
         variant = latent_decode.variant_for(heads, latent, ITEMSIZE[dtype], of)
