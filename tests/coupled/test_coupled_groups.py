@@ -21,7 +21,7 @@ from kvmesh.services.prefill.prompt_pages import PromptPages, PromptPools
 from tests.support.coupled.grouped_world import CoupledGroupedWorld
 from tests.support.decode.grouped_world import ALL, B, chunk, state, window
 
-EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "10"))
 SETTINGS = settings(
     max_examples=EXAMPLES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

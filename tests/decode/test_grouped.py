@@ -206,9 +206,6 @@ BROKEN: list[tuple[Any, str, Callable[..., Any]]] = [
     (handoff.GroupedHandoff, "_freed", before_the_step_in_flight),
     (handoff.GroupedHandoff, "_free_dropped", never),
     (handoff.GroupedHandoff, "states", shared_slot),
-    (handoff.GroupedHandoff, "states", vain_steps_forgotten),
-    (handoff.GroupedHandoff, "token", counts_no_extra),
-    (handoff.GroupedHandoff, "_use_swap", holes_are_copied),
     (sealing.GroupedSealing, "_release", keeps_no_pages),
     (scheduler.GroupedScheduler, "free", ignores_claims),
 ]
@@ -306,3 +303,62 @@ def test_preempted_rows_come_back_with_what_is_live() -> None:
         preempted = max([preempted, *(h.times.preemptions for h in world.state.requests.values())])
     assert world.finished == slots and preempted
     world.wind_down()
+
+
+def test_a_row_that_stops_is_sealed_with_the_state_of_its_last_token_or_not_at_all() -> None:
+    """Wherever in a block it stops, with the next step under way."""
+    for steps in range(2, 11):
+        world = GroupedWorld((ALL, window(7), state()), [12] * 3, [20] * 3)
+        slot = world.start(6, 40)
+        world.run(steps, ahead=True)
+        world.rank.stops.update(world.rank.rows)
+        world.run(3, ahead=True)
+        assert world.finished == {slot}
+        world.wind_down()
+
+
+def test_what_steps_make_of_a_cancelled_row_until_the_rank_hears_of_it_is_counted() -> None:
+    """Its state is sealed as that after all tokens that were computed."""
+    for steps in range(2, 11):
+        world = GroupedWorld((ALL, window(7), state()), [12] * 3, [20] * 3)
+        slot = world.start(6, 40)
+        world.run(steps, ahead=True)
+        world.cancel(slot)
+        world.rank.launch()
+        world.rank.collect()
+        world.hear()
+        world.run(3, ahead=True)
+        assert world.ends[slot] == 1 and world.errors == ["cancelled"]
+        world.wind_down()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "test"),
+    [
+        (
+            handoff.GroupedHandoff,
+            "states",
+            vain_steps_forgotten,
+            test_a_row_that_stops_is_sealed_with_the_state_of_its_last_token_or_not_at_all,
+        ),
+        (
+            handoff.GroupedHandoff,
+            "token",
+            counts_no_extra,
+            test_what_steps_make_of_a_cancelled_row_until_the_rank_hears_of_it_is_counted,
+        ),
+        (
+            handoff.GroupedHandoff,
+            "_use_swap",
+            holes_are_copied,
+            test_preempted_rows_come_back_with_what_is_live,
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", "")[:30],
+)
+def test_what_chance_finds_late_is_found_by_a_single_test(
+    owner: Any, name: str, broken: Callable[..., Any], test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(Exception):  # noqa: B017  # AssertionError, or a pool's own refusal
+        test()

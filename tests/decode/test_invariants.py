@@ -328,7 +328,6 @@ class SharesWhatIsLanding(sharing.PromptSharing):
 BROKEN: list[tuple[Any, str, Any]] = [
     (state, "Handoff", FreesBeforeFenced),
     (state, "Handoff", FreesBeforeLeft),
-    (state, "Handoff", FreesWhatIsHeld),
     (state, "Handoff", FreesBeforeCopied),
     (state, "Handoff", JoinsBeforeFenced),
     (state, "Handoff", FreesBeforeLoaded),
@@ -377,6 +376,29 @@ def test_a_broken_fence_in_one_line_of_events(monkeypatch: pytest.MonkeyPatch) -
     story()
     monkeypatch.setattr(state, "Handoff", FreesBeforeFenced)
     with pytest.raises(AssertionError, match=r"which is free|gave up|no request"):
+        story()
+
+
+def test_a_row_that_a_step_in_flight_has_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer has ended, and the next step has been launched with it."""
+
+    def story() -> None:
+        world = World(pages=3, extents=0, running=3)
+        world.start(5, 4)
+        world.honest_prefill(1)
+        world.settle()
+        assert world.honest_fills()
+        world.settle()
+        world.rank.step(stop=True, ahead=True)
+        assert world.rank.vain
+        world.rank_says()
+        world.settle()
+        world.rank.end_step()
+        world.wind_down()
+
+    story()
+    monkeypatch.setattr(state, "Handoff", FreesWhatIsHeld)
+    with pytest.raises(AssertionError, match="which is free"):
         story()
 
 

@@ -13,7 +13,7 @@ from tests.support.reference import assert_matches_reference
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
-TOKENS, ANSWERS = 1500, 8
+TOKENS, ANSWERS, LONG = 500, 8, 120
 FULL = TOKENS // BLOCK  # the prompt's full blocks; another one begins with its last tokens
 PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(TOKENS)]
 SEEDED: dict[str, Any] = {"temperature": 0.9}
@@ -31,10 +31,10 @@ async def ended(gateway: Gateway, slot: int) -> Answer:
 
 @pytest.mark.parametrize("landing", ["auto", "host"])
 async def test_eight_answers_take_one_prompt_and_eight_tails(checkpoint: Path, landing: str) -> None:
-    tail = 1 + -(-300 // BLOCK)
+    tail = 1 + -(-LONG // BLOCK)
     memory: dict[str, Any] = {"num_pages": FULL + ANSWERS * tail, "num_extents": FULL + 2 * ANSWERS, "landing": landing}
     async with bench(checkpoint, writer_pages=FULL + 1, **memory) as mesh, mesh.gateway() as gateway:
-        slots = await begin(gateway, 300)
+        slots = await begin(gateway, LONG)
         for slot in slots:
             await gateway.has(slot, 2)
         assert not any(gateway.answers[slot].over for slot in slots), "all run beside each other"
@@ -55,10 +55,10 @@ async def test_eight_answers_take_one_prompt_and_eight_tails(checkpoint: Path, l
 
 
 async def test_whoever_goes_leaves_the_others_their_pages(checkpoint: Path) -> None:
-    tail = 1 + -(-300 // BLOCK)
+    tail = 1 + -(-LONG // BLOCK)
     memory: dict[str, Any] = {"num_pages": FULL + ANSWERS * tail, "num_extents": 4}
     async with bench(checkpoint, writer_pages=FULL + 1, **memory) as mesh, mesh.gateway() as gateway:
-        slots = await begin(gateway, 300)
+        slots = await begin(gateway, LONG)
         for slot in slots:
             await gateway.has(slot, 2)
         gone, left = slots[:3], slots[3:]  # the first of them was sent the prompt
@@ -66,6 +66,6 @@ async def test_whoever_goes_leaves_the_others_their_pages(checkpoint: Path) -> N
             await gateway.cancel(slot)
             assert (await gateway.over(slot)).code == "cancelled"
         found = [await ended(gateway, slot) for slot in left]
-        assert all(len(answer.tokens) == 300 and answer.tokens == found[0].tokens for answer in found)
+        assert all(len(answer.tokens) == LONG and answer.tokens == found[0].tokens for answer in found)
         assert_matches_reference(mesh.checkpoint, PROMPT, found[0].tokens[:40])
         await mesh.full()

@@ -93,7 +93,7 @@ DROPPED: list[object] = [
 
 
 @pytest.mark.parametrize("made", [BlockMap, WalkedMap, MasterMap])
-@settings(max_examples=150)
+@settings(max_examples=100)
 @example(steps=DROPPED)
 @given(steps=steps)
 def test_equals_a_set_of_store_key_and_group_after_every_step(made: type[BlockMap], steps: list[object]) -> None:
@@ -163,7 +163,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(events=events, cut=st.integers(1, 4))
 def test_what_is_lost_doubled_late_or_cut_leaves_the_map_behind_and_never_wrong(events: list[object], cut: int) -> None:
     """Two stores announce to a master, which relays to a map as the conductor has it. In the end both are right."""

@@ -75,11 +75,11 @@ def caches(draw: st.DrawFn) -> tuple[list[CacheGroup], int, int, list[int]]:
 Rule = Callable[[Sequence[CacheGroup], int, int, Sequence[int]], PrefixHit]
 
 
-def check(rule: Rule, *, shrink: bool = True) -> None:
+def check(rule: Rule, examples: int, *, shrink: bool = True) -> None:
     phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
 
     @settings(
-        max_examples=600, deadline=None, database=None, derandomize=True, phases=phases, report_multiple_bugs=False
+        max_examples=examples, deadline=None, database=None, derandomize=True, phases=phases, report_multiple_bugs=False
     )
     @given(caches())
     def agrees(case: tuple[list[CacheGroup], int, int, list[int]]) -> None:
@@ -89,7 +89,7 @@ def check(rule: Rule, *, shrink: bool = True) -> None:
 
 
 def test_the_hit_is_what_the_tokens_see() -> None:
-    check(longest_hit)
+    check(longest_hit, 250)
 
 
 def test_what_is_needed_is_just_enough() -> None:
@@ -211,7 +211,7 @@ BROKEN = {
 def test_broken_rules_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = BROKEN[name](monkeypatch)
     with pytest.raises(AssertionError):
-        check(broken, shrink=False)
+        check(broken, 600, shrink=False)
 
 
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────────

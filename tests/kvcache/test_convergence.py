@@ -28,7 +28,7 @@ from tests.support.broken_maps import (
     WantsNoSnapshot,
 )
 
-SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
+SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None)
 KEYS = [bytes([i]) * 16 for i in range(9)]
 NAMES = ["a", "b"]
 PART = 2  # keys in an announcement

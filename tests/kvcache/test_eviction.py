@@ -15,7 +15,7 @@ from kvmesh.kvcache.eviction import MOST_USES, POLICIES, EvictionOrder, LengthOr
 from tests.support.naive_order import NaiveOrder
 from tests.support.tracing import lines
 
-SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
+SETTINGS = settings(max_examples=50, stateful_step_count=60, deadline=None)
 KEYS = st.integers(0, 5)
 LENGTHS = st.sampled_from([1, 2, 5, 40])
 BLOCK_TOKENS = 8192  # so that few blocks are a long prompt
@@ -172,16 +172,7 @@ class SparesNobody(LruOrder[int]):
         return super().evict(n, protected=True)
 
 
-BROKEN = [
-    FirstIn,
-    Undying,
-    Remembers,
-    TrustsItsHeap,
-    ForgetsLengths,
-    DeafToCopies,
-    LiftsCopies,
-    SparesNobody,
-]
+BROKEN = [FirstIn, Remembers, ForgetsLengths, DeafToCopies, SparesNobody]
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -288,6 +279,46 @@ def test_a_copied_block_that_stayed_in_its_place_has_half_the_price_after_its_ne
     assert list(order) == ["c", "b", "d"]
 
 
+def test_a_copy_never_lets_a_block_stay_longer() -> None:
+    """The cost is halved, but the age has grown since."""
+    order: EvictionOrder[str] = make_order("length")
+    for key, length in (("long", 1024), ("shorter", 512)):
+        order.admit(key, length)
+        order.mark_idle(key)
+    assert order.evict(1) == ["shorter"]
+    order.admit("new")
+    order.mark_idle("new")
+    assert list(order) == ["long", "new"]
+    order.set_replicated("long", True)
+    assert list(order) == ["long", "new"]
+
+
+def test_a_block_that_is_used_lets_those_of_other_lengths_go_first() -> None:
+    order: EvictionOrder[str] = make_order("length")
+    for key, length in (("first", 1), ("used", 1), ("longer", 512)):
+        order.admit(key, length)
+        order.mark_idle(key)
+    assert order.evict(1) == ["first"]
+    order.touch(["used"])
+    assert list(order) == ["longer", "used"] and order.evict(1) == ["longer"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (Undying, test_a_long_prompt_outlives_a_short_one_but_not_for_ever),
+        (TrustsItsHeap, test_a_block_that_is_used_lets_those_of_other_lengths_go_first),
+        (LiftsCopies, test_a_copy_never_lets_a_block_stay_longer),
+    ],
+)
+def test_what_chance_finds_late_is_found_by_a_single_test(
+    broken: type[LengthOrder[str]], test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "make_order", lambda policy: broken())
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test()
+
+
 def test_unknown_policies_are_named() -> None:
     with pytest.raises(ConfigError, match="eviction='fifo': choose one of lru, lfu, length"):
         make_order("fifo")
@@ -323,8 +354,8 @@ def cost(make: Callable[[], Order], blocks: int) -> float:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.slow
 def test_an_operation_costs_the_same_at_any_size(policy: str) -> None:
-    costs = [cost(lambda: make_order(policy), blocks) for blocks in (10_000, 100_000, 1_000_000)]
-    assert max(costs) < 1.2 * min(costs), f"lines for one round at 10^4, 10^5, 10^6 blocks: {costs}"
+    costs = [cost(lambda: make_order(policy), blocks) for blocks in (10_000, 100_000)]
+    assert max(costs) < 1.2 * min(costs), f"lines for one round at 10^4, 10^5 blocks: {costs}"
 
 
 class Sorts(LruOrder[int]):

@@ -338,7 +338,7 @@ class PrefixModel(RuleBasedStateMachine):
         assert [pool.free for pool in self.pools] == [PAGES] * len(self.groups), "something is cached for ever"
 
 
-SETTINGS = settings(max_examples=150, stateful_step_count=30, deadline=None)
+SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_it_does_what_the_model_does() -> None:

@@ -411,7 +411,7 @@ class GroupedModel(RuleBasedStateMachine):
         assert [store.free for store in self.store.stores] == self.totals, "something is held for ever"
 
 
-SETTINGS = settings(max_examples=100, stateful_step_count=30, deadline=None)
+SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_it_does_what_the_model_does() -> None:
@@ -563,7 +563,7 @@ class GivesTheFirstRoom(GroupedStore):
         return given
 
 
-BROKEN = [BeginsBeyondTheAnchor, TellsDifferences, CountsEveryGroup]
+BROKEN = [BeginsBeyondTheAnchor, CountsEveryGroup]
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -586,6 +586,7 @@ def test_a_broken_store_is_found(broken: type[GroupedStore], monkeypatch: pytest
     ("broken", "test"),
     [
         (EvictsTheAnchorAlone, alone.test_a_quota_counts_the_anchor_and_takes_the_whole_block),
+        (TellsDifferences, alone.test_changes_tell_what_is_here_from_now_on),
         (RemovesTheAnchorAlone, alone.test_changes_tell_what_is_here_from_now_on),
         (HoldsAllBlocks, lambda: alone.test_a_hit_holds_what_the_next_token_sees(alone.window(6), 6, range(4, 6))),
         (HoldsWhatIsThere, lambda: alone.test_a_hit_holds_what_the_next_token_sees(alone.window(6), 6, range(4, 6))),

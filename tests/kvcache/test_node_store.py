@@ -46,6 +46,17 @@ def test_a_block_is_found_only_once_sealed() -> None:
     assert (store.stats.hits, store.stats.misses, store.stats.idle) == (2, 2, 0)
 
 
+def test_a_run_leaves_out_a_block_that_somebody_else_sealed_meanwhile() -> None:
+    store, keys = full(8), chain("abc")
+    assert store.begin(keys) == [0, 1, 2]
+    [extent] = store.allocate(1)
+    assert store.adopt(keys[1], extent)
+    store.seal_all(keys)
+    assert store.usage.unheld == 8 - 3
+    store.check_integrity()
+    assert store.hold(keys) == [0, extent, 2]
+
+
 def test_the_oldest_chain_goes_first_and_each_from_its_tail() -> None:
     store = full(6)
     fill(store, "abc")

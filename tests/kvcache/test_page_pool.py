@@ -140,4 +140,4 @@ class Holders(RuleBasedStateMachine):
 
 
 TestHolders = Holders.TestCase
-TestHolders.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHolders.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

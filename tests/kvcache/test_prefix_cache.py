@@ -188,4 +188,4 @@ class Forest(RuleBasedStateMachine):
 
 
 TestForest = Forest.TestCase
-TestForest.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestForest.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

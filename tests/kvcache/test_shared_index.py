@@ -160,9 +160,9 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestTable = Table.TestCase
-TestTable.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestTable.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
+TestProtocol.settings = settings(max_examples=50, stateful_step_count=80, deadline=None)
 
 
 def test_as_many_as_promised_find_room() -> None:

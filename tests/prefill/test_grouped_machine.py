@@ -9,7 +9,7 @@ from hypothesis import settings
 from tests.support.prefill.grouped_world import ALL, CHUNK, WINDOW, GroupedWorld
 
 pytestmark = pytest.mark.timeout(600)
-TIMES = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TIMES = settings(max_examples=20, stateful_step_count=60, deadline=None)
 
 
 class Windows(GroupedWorld):

@@ -401,4 +401,4 @@ class Machine(SharedPool):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

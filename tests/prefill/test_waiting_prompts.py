@@ -132,7 +132,7 @@ def test_a_long_one_comes_to_its_end_behind_a_stream_that_could_be_all_that_is_s
     assert not passed, "who comes later than its weight does not go before it"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_every_step_moves_the_first_one_on(data: st.DataObject) -> None:
     """The least rank of all that could run, or the long one that has begun."""

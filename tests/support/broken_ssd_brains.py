@@ -44,6 +44,6 @@ class OffersNothing(Brain):
 
 
 BROKEN: list[type[Brain]] = [
-    ForgetsWhatItRemoved, DropsEmptyOnesWithRemovals, TakesTheYoungest, NoRoomForFooters,
+    DropsEmptyOnesWithRemovals, TakesTheYoungest, NoRoomForFooters,
     IgnoresRemovalWhileWriting, LeaksSpace, OffersNothing,
 ]  # fmt: skip

@@ -14,8 +14,9 @@ from hypothesis.stateful import run_state_machine_as_test as run
 
 from kvmesh.tiers.ssd.brain import HITS_KEPT, Brain, Demote, Drop, RecordPlace, Reinsert, Slot, SsdLimits
 from kvmesh.tiers.ssd.format import KEY_BYTES, PAGE, FooterEntry, footer_bytes, record_bytes
-from tests.support.broken_ssd_brains import BROKEN
+from tests.support.broken_ssd_brains import BROKEN, ForgetsWhatItRemoved
 from tests.support.ssd_blocks import key
+from tests.tiers.ssd import test_brain as alone
 
 SETTINGS = settings(max_examples=100, stateful_step_count=60, deadline=None)
 BUCKET = 16 * PAGE
@@ -380,6 +381,15 @@ def test_model() -> None:
 @pytest.mark.slow
 def test_broken_brains_are_found(broken: type[Brain]) -> None:
     machine: Callable[[], Model] = type("Broken", (Model,), {"make": broken})
-    search = settings(SETTINGS, max_examples=2000, phases=[Phase.generate], database=None, print_blob=False)
+    search = settings(
+        SETTINGS, max_examples=2000, derandomize=True, database=None, phases=[Phase.generate],
+        report_multiple_bugs=False, print_blob=False,
+    )  # fmt: skip
     with pytest.raises((AssertionError, KeyError)):
         run(machine, settings=search)
+
+
+def test_what_chance_finds_late_is_found_by_a_single_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alone, "Brain", ForgetsWhatItRemoved)
+    with pytest.raises(AssertionError):
+        alone.test_empty_buckets_go_at_once_unless_older_ones_hold_what_they_say_is_removed()
