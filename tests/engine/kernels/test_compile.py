@@ -39,20 +39,22 @@ def most_shared(name: str, capability: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("capability", "part", "kernels"),
+    ("capability", "part", "extent", "kernels"),
     [
-        *(("80", "", 55), ("90", "", 106 + 7), ("100", "", 55)),  # candidates are compiled for Hopper
-        *(("80", "latents", 14), ("90", "latents", 22 + 7), ("100", "latents", 14)),
+        *(("80", "", "", 55), ("90", "", "", 106 + 7), ("100", "", "", 55)),  # candidates are compiled for Hopper
+        *(("80", "latents", "", 14), ("90", "latents", "", 22 + 7), ("100", "latents", "", 14)),
+        *(pytest.param(gpu, "", "all", 106, marks=pytest.mark.long) for gpu in ("80", "100")),
+        *(pytest.param(gpu, "latents", "all", 22, marks=pytest.mark.long) for gpu in ("80", "100")),
     ],
 )
 def test_every_kernel_compiles_for_a_gpu_fits_it_and_does_not_spill(
-    capability: str, part: str, kernels: int, device: torch.device, tmp_path: Path
+    capability: str, part: str, extent: str, kernels: int, device: torch.device, tmp_path: Path
 ) -> None:
     """The interpreter takes what the compiler would refuse; a process of its own has the compiler. For Hopper all that
-    is served is compiled, for others the extremes."""
+    is served is compiled, for others the extremes, and all where there is time."""
     del device  # skips where there is no triton
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.support.engine.compiled", capability, part]
+    command = [sys.executable, "-m", "tests.support.engine.compiled", capability, part, extent]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)  # `-s` shows shared memory, registers and spills

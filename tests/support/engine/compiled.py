@@ -128,15 +128,17 @@ def compiled(kernel: Any, dtype: str, capability: int, warps: int, stages: int, 
     return int(made.metadata.shared), int(found[1]), int(found[2])
 
 
-def main(capability: int, part: str = "") -> None:
+def main(capability: int, part: str = "", extent: str = "") -> None:
+    """Prints a line for each kernel; for Hopper, or with `extent` "all", of every shape, else of the extremes."""
+    whole = capability == 90 or extent == "all"
+
     def show(name: str, dtype: str, size: int, kernel: Any, warps: int, stages: int = 2, **constants: Any) -> None:
         print(name, dtype, size, *compiled(kernel, dtype, capability, warps, stages, **constants), flush=True)
 
     if part == "latents":
-        latents(show, capability)
+        latents(show, capability, whole)
         return
-    hopper = capability == 90
-    for dtype, dim, group, block, capped in SHAPES if hopper else EXTREMES:
+    for dtype, dim, group, block, capped in SHAPES if whole else EXTREMES:
         tiles = tiles_for(dim, ITEMSIZE[dtype], block)
         size = {"DIM": dim, "PADDED": tiles.padded_dim}
         paged = size | {"TILE": tiles.keys, "GROUP": group, "BLOCK_TOKENS": block, "CAPPED": capped, "SINKS": True}
@@ -174,7 +176,7 @@ def main(capability: int, part: str = "") -> None:
         show("rotate", dtype, dim, fused._rotate_and_write, 4, **half, **rotates, NORMED=True)
         show("rotate/part", dtype, dim, fused._rotate_and_write, 4, **part, **rotates, NORMED=True)
         show("rotate/plain", dtype, dim, fused._rotate_and_write, 4, **half, **rotates, NORMED=False)
-    for length in (896, 4096, 8192) if hopper else (8192,):
+    for length in (896, 4096, 8192) if whole else (8192,):
         padded = power_of_two(length)
         warps = 4 if length <= fused.WIDE else 8
         show("rms_norm", "bf16", length, fused._rms_norm, warps, SIZE=length, PADDED=padded, ROUND_FIRST=True)
@@ -183,7 +185,7 @@ def main(capability: int, part: str = "") -> None:
         show("add_norm/inner", "bf16", length, fused._add_rms_norm, warps, **row, INNER=True)
         show("gated", "bf16", length, fused._gated, 4, SIZE=length, BLOCK=fused.GATED_BLOCK, GELU=False)
     moes = ((2048, 768, experts.SILU, False), (2880, 2880, experts.CLAMPED, True))
-    for hidden, inner, gate, biased in moes if hopper else moes[1:]:
+    for hidden, inner, gate, biased in moes if whole else moes[1:]:
         for few in (experts.FEW, experts.MANY):  # Qwen3-30B-A3B, gpt-oss; and inputs that are scaled, as in Llama 4
             moe = {"EXPERTS": 128, "HIDDEN": hidden, "INNER": inner, "ROWS": few, "BIASED": biased}
             moe |= {"COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH}
@@ -205,8 +207,8 @@ def main(capability: int, part: str = "") -> None:
     show("sum", "fp32", sample.BLOCK, sample._sum, 4, SIZE=sample.BLOCK)
     show("pick", "fp32", sample.BLOCK, sample._pick, 4, SIZE=sample.BLOCK, CHUNKS=128)
     cuts = (("fp32", True), ("fp32", False), ("fp64", False))
-    for dtype, counts in cuts if hopper else cuts[1:2]:
-        for first in (True, False) if hopper else (False,):
+    for dtype, counts in cuts if whole else cuts[1:2]:
+        for first in (True, False) if whole else (False,):
             kind = {"COUNTS": counts, "FIRST": first}
             show("spread", dtype, sample.SPREAD, sample._spread, 8, **kind, SIZE=sample.SPREAD)
             if dtype == "fp32":  # it reads no logits
@@ -214,12 +216,12 @@ def main(capability: int, part: str = "") -> None:
         show("finish", dtype, sample.GATHER, sample._finish, 16, COUNTS=counts, SIZE=sample.GATHER)
 
 
-def latents(show: Any, capability: int) -> None:
-    """DeepSeek-V3's latent attention, whole and of one rank of 8, for Hopper in float16 and of one rank of 4, too; and,
-    of float32, the shape of a small demo."""
+def latents(show: Any, capability: int, whole: bool) -> None:
+    """DeepSeek-V3's latent attention, whole and of one rank of 8, where all is asked for in float16 and of one rank of
+    4, too; and, of float32, the shape of a small demo."""
     of = capability // 10, capability % 10
     shapes = [("bf16", 128, 512, 64), ("bf16", 16, 512, 64), ("fp32", 8, 64, 16)]
-    if capability == 90:
+    if whole:
         shapes += [("bf16", 32, 512, 64), ("fp16", 128, 512, 64)]
     for dtype, heads, latent, rope in shapes:
         shape = {"HEADS": heads, "LATENT": latent, "PADDED": latent, "ROPE": rope, "PADDED_ROPE": power_of_two(rope)}
