@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 FORGETS = 0.97
 FAR_OFF = 3.0  # times the mean: a step that waited for the machine
-BELIEVED, LEAST = 0.1, 0.002
+# Before it was measured: a tenth, and of many rows a quarter of what a step takes that is bound by its computing, whose
+# share is 1 / rows. A belief of that much would keep drafts from ever being tried.
+BELIEVED, OF_MANY, LEAST = 0.1, 0.25, 0.002
 TRIES = 4.0  # steps with drafts that the belief counts for
 PER_MILLION = 1_000_000
 MOST_PPM = 4_000 * PER_MILLION  # it is told as 32 bits
@@ -50,9 +52,10 @@ class _LateMean:
 
 
 class StepShare:
-    """Keeps the times. Steps that computed prompts are not given to it."""
+    """Keeps the times of steps of about so many rows. Steps that computed prompts are not given to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 1) -> None:
+        self._believed = min(BELIEVED, OF_MANY / max(1, rows))
         self._plain, self._drafting, self._tokens = _LateMean(), _LateMean(), _LateMean()
 
     def add(self, drafted: int, took_ns: int) -> None:
@@ -68,16 +71,16 @@ class StepShare:
         """What a step without drafts takes; 0 where no step was timed."""
         if self._plain.weight or not self._tokens.weight:
             return self._plain.mean
-        return self._drafting.mean / (1 + BELIEVED * self._tokens.mean)
+        return self._drafting.mean / (1 + self._believed * self._tokens.mean)
 
     @property
     def ppm(self) -> int:
         """The share in millionths: a number that a group's leader can tell the others."""
-        share = BELIEVED
+        share = self._believed
         if self._plain.weight and self._tokens.weight:
             found = max(LEAST, (self._drafting.mean / self._plain.mean - 1) / self._tokens.mean)
             weight = self._tokens.weight
-            share = (found * weight + BELIEVED * TRIES) / (weight + TRIES)
+            share = (found * weight + self._believed * TRIES) / (weight + TRIES)
         return int(PER_MILLION * share)
 
 
@@ -90,7 +93,10 @@ class StepShares:
 
     def of(self, rows: int) -> StepShare:
         """Returns what is known of steps of about so many rows."""
-        return self._shares.setdefault(rows.bit_length(), StepShare())
+        octave = rows.bit_length()
+        if octave not in self._shares:
+            self._shares[octave] = StepShare(1 << octave >> 1)
+        return self._shares[octave]
 
 
 class DraftingTime:

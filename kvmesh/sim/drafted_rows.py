@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from kvmesh.drafts.drafter import MOST_STRENGTH, NO_DRAFT, Draft
 from kvmesh.drafts.speculator import NOBODYS, DraftOf, Speculator
-from kvmesh.drafts.step_share import DraftCosts, StepShare
+from kvmesh.drafts.step_share import DraftCosts, StepShares
 from kvmesh.services.decode.step_times import StepTimes
 from kvmesh.sim.changes import StepClock
 from kvmesh.sim.hardware.speculation import Speculation, SpeculationModel
@@ -26,19 +26,20 @@ from kvmesh.sim.rows import KEPT_STEPS, Row
 
 RIGHT, WRONG = 1, 0
 QueriesS = Callable[[int, float, float], float]  # seconds of (rows, tokens of their KV, queries of a row)
+TakesS = Callable[[int, int], float]  # seconds of (rows, tokens of the longest draft)
 
 
 class SimulatedDrafter:
     """A drafter (`kvmesh.drafts.drafter`) whose drafts are right as often as a model of them says."""
 
     needs_hidden = False
-    computes = False  # a head's time is here part of steps with drafts, not counted apart as live
 
-    def __init__(self, model: SpeculationModel, seed: str) -> None:
-        self.name = model.drafter
-        self._accept, self._seed = model.accept, seed
+    def __init__(self, model: SpeculationModel, seed: str, takes_s: TakesS | None) -> None:
+        """`takes_s` is what it computes for, None where it computes nothing."""
+        self.name, self.computes = model.drafter, takes_s is not None
+        self.spent_s = 0.0  # computing, so far
+        self._accept, self._seed, self._takes_s = model.accept, seed, takes_s
         self._chances: dict[int, random.Random] = {}
-        self._asked: list[tuple[int, int]] = []
 
     def begin(self, handle: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """As of `Drafter`."""
@@ -54,14 +55,9 @@ class SimulatedDrafter:
     def propose(self, handles: Sequence[int], most: Sequence[int]) -> list[Draft]:
         """As of `Drafter`; drafts are as long as they may be."""
         lengths = [min(one, len(self._accept)) for one in most]
-        if any(lengths):
-            self._asked.append((sum(length > 0 for length in lengths), max(lengths)))
+        if any(lengths) and self._takes_s is not None:
+            self.spent_s += self._takes_s(sum(length > 0 for length in lengths), max(lengths))
         return [self._draft(handle, length) for handle, length in zip(handles, lengths, strict=True)]
-
-    def take_asked(self) -> list[tuple[int, int]]:
-        """Returns the rows, and the tokens of the longest draft, of each call of `propose` since this was asked."""
-        found, self._asked = self._asked, []
-        return found
 
     def _draft(self, handle: int, length: int) -> Draft:
         if not length:
@@ -95,9 +91,12 @@ class SpeculatingRows:
         model = speculation.model
         self._head_s = speculation.times.head_s if model.drafter == "mtp" else None
         self._beside_chunks = model.beside_chunks
-        self._drafter = SimulatedDrafter(model, seed)
-        self.speculator = Speculator([self._drafter], model.most, adapts=model.adapts)
-        self._share = StepShare()
+        drafter = self._drafter = SimulatedDrafter(model, seed, self._drafting_s if self._head_s else None)
+        self._charged_s = 0.0  # of what the drafter has spent: it is part of steps
+        self.speculator = Speculator(
+            [drafter], model.most, adapts=model.adapts, clock=lambda: round(1e9 * drafter.spent_s)
+        )
+        self._shares = StepShares()
         self._clock, self._times = clock, times
         self.step = 0  # steps done since the start
         self.context = 0  # tokens of KV of all rows, at the last border
@@ -213,7 +212,8 @@ class SpeculatingRows:
     def _draft(self) -> int:
         """Asks for drafts where they may be worth it; returns how many tokens of them are computed."""
         rows, block = list(self.rows), self._block
-        handles, costs = [row.number for row in rows], DraftCosts(self._share.ppm)
+        handles, share = [row.number for row in rows], self._shares.of(len(rows))
+        costs = DraftCosts(share.ppm, self.speculator.drafting.ppm(share.plain_ns))
         self._found = []
         if not self.speculator.hopes(handles, costs):
             return 0
@@ -222,16 +222,17 @@ class SpeculatingRows:
         self._found = self.speculator.propose(handles, room, costs)
         return sum(len(one.draft.tokens) for one in self._found)
 
+    def _drafting_s(self, rows: int, longest: int) -> float:
+        """Returns what the MTP head takes for drafts of so many rows: one step for each token of the longest, the first
+        of which computes what the head has not seen of the answers, too."""
+        assert self._head_s is not None
+        tokens = rows * sum(row.context - row.joined for row in self.rows) / max(1, len(self.rows))
+        return self._head_s(rows, tokens, self._waiting) + (longest - 1) * self._head_s(rows, tokens)
+
     def _heads_s(self) -> float:
-        """Returns what the MTP head takes for all drafts that were asked for since the last step."""
-        asked = self._drafter.take_asked()
-        if self._head_s is None:
-            return 0.0
-        answers = sum(row.context - row.joined for row in self.rows) / max(1, len(self.rows))
-        return sum(
-            self._head_s(rows, rows * answers, self._waiting) + (length - 1) * self._head_s(rows, rows * answers)
-            for rows, length in asked
-        )
+        """Returns what the MTP head took for all drafts that were asked for since the last step."""
+        spent_s, self._charged_s = self._drafter.spent_s - self._charged_s, self._drafter.spent_s
+        return spent_s
 
     def _begin(self, step_s: float, heads_s: float, *, learn: bool) -> None:
         assert self._timer is None
@@ -239,8 +240,8 @@ class SpeculatingRows:
         if self._clock is not None:
             seconds = self._clock.step_s(self._loop.now, seconds, "decode", self.step)
         drafted = sum(len(one.draft.tokens) for one in self._found)
-        if learn:  # heads that were asked in vain are no part of a step without drafts
-            self._share.add(drafted, round(1e9 * (seconds if drafted else step_s)))
+        if learn:  # what the head takes is counted apart, by the speculator
+            self._shares.of(size).add(drafted, round(1e9 * (seconds - heads_s)))
         made = size + sum(sum(one.draft.tokens) for one in self._found)
         self._token_s, self._waiting = seconds * size / made, made / size
         self._grown = self.growth(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -87,3 +88,16 @@ def test_drafts_are_as_long_as_the_batch_wants() -> None:
     assert tail[1] == pytest.approx(best(4), rel=0.08) and tail[1] > 1.2 * 4000 / step_ms(4)
     assert last[1] == pytest.approx(best(1), rel=0.08)
     assert full[1] > 0.95 * best(64)
+
+
+@pytest.mark.parametrize(("weights_ms", "worth"), [(600.0, True), (0.0, False)])
+def test_many_rows_are_tried_and_what_they_cost_is_learned(
+    weights_ms: float, worth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 64 rows that wait for memory have room for drafts, those that are bound by their computing have none."""
+    monkeypatch.setattr(sys.modules[__name__], "WEIGHTS_MS", weights_ms)
+    batch = Batch()
+    first, _ = batch.run(64, 40)
+    assert first > 0, "else nothing would ever be known"
+    later, _ = batch.run(64, 100)
+    assert later > 1 if worth else later == 0

@@ -195,6 +195,7 @@ def dies_while_others_wait(rank: int, mesh: RankMesh, folder: Path) -> None:
         ("tp=2", ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "biased"], "columns"),
         ("tp=2", FAMILIES[::2], "columns"),
         ("tp=2", FAMILIES[1::2], "columns"),
+        pytest.param("tp=2", ["mistral", "qwen2", "qwen3", "phi3-long"], "columns", marks=pytest.mark.long),
         ("tp=4", ["llama-gqa4-llama3"], "auto"),
         ("tp=2", ["deepseek_v3", "gpt_oss"], "whole"),
         ("pp=2", ["qwen3-gqa4-yarn", *STAGED], "auto"),
@@ -210,6 +211,7 @@ def test_ranks_together_answer_as_one_does(
     head, which two stages read, a residual between two norms, memory by cache groups, states."""
     made: dict[str, dict[str, Any]] = {
         "biased": {"family": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        "phi3-long": FAMILY_ZOO["phi3"] | {"original_max_position_embeddings": 4},  # shorter than the prompts
     }
     paths = [make_checkpoint(tmp_path / name, **made[name]) if name in made else zoo(name) for name in names]
     mesh, grouped = Axes.parse(axes), []
