@@ -3,7 +3,7 @@
     --quick   for `make test`: all tests but those marked `slow`, `mesh` or `long`; hypothesis tries a tenth of its
               examples
     --rest    what --quick leaves out: slow tests by folder and properties with all their examples, then what starts
-              whole meshes, two at a time, then the storms of tests/chaos alone
+              whole meshes, three at a time, then the storms of tests/chaos alone
     --long    for `make test-long`: what both leave out, the tests marked `long`
     ARGUMENTS of pytest instead: one pytest process with these, and nothing else
 
@@ -27,18 +27,18 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 LANES = 4  # for two cores: much of the time of services' tests is waiting
-MESH_LANES = 2  # a mesh waits for leases, restarts and loads, too
+MESH_LANES = 3  # a mesh waits for leases, restarts and loads, too
 # What takes long first, so that the lanes end together. A process costs seconds by itself: in `make test` the folders
 # of a line share one. A folder that is not named gets its own.
 QUICK_FIRST = (
-    ("gateway",),
     ("blockservice", "storeclient", "ranks", "pool", "membership"),
-    ("cli",),
+    ("engine",),
+    ("gateway",),
     ("conductor",),
+    ("cli",),
     ("audit", "compose", "fuzz", "gpu", "mesh", "rdma", "rpc", "telemetry", "."),
     ("sim", "coupled"),
     ("store", "kvcache", "tiers"),
-    ("engine",),
     ("decode", "prefill"),
     ("transfer",),
 )  # fmt: skip
@@ -47,7 +47,6 @@ ALONE = ("chaos",)
 QUICK, REST, LONG = "--quick", "--rest", "--long"
 MESH = "mark.mesh"  # in a file with such tests
 SHARED = "small_mesh"  # the fixture of one mesh for many: their files go together
-OTHER_HALF = ("test_families", "test_tensor_parallel")  # go with those, so that both lanes end together
 SLOWEST = ("--durations=8", "--durations-min=5")
 POLL_S = 0.5
 SIGN_OF_LIFE_S = 60.0
@@ -168,15 +167,17 @@ def folders(speed: str) -> list[tuple[str, list[str]]]:
 
 
 def meshes() -> list[tuple[str, list[str]]]:
-    """Files with tests marked `mesh`: those of tests/mesh that start their own, and all others."""
+    """Files with tests marked `mesh`: those of tests/mesh that start their own, in lanes of as many, and all others."""
     files = sorted(path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py"))
     text = {path: (ROOT / "tests" / path).read_text() for path in files if path.parts[0] not in ALONE}
     found = [path for path in text if MESH in text[path]]
     own = [path for path in found if path.parts[0] == "mesh" and SHARED not in text[path]]
-    half = [path for path in own if path.stem in OTHER_HALF]
-    rest = [path for path in found if path not in own]
-    parted = ("meshes 1", [path for path in own if path not in half]), ("meshes 2", [*rest, *half])
-    return [(name, ["-m", "mesh and not long", *(f"tests/{path}" for path in paths)]) for name, paths in parted]
+    parts = [own[lane :: MESH_LANES - 1] for lane in range(MESH_LANES - 1)]
+    parts.append([path for path in found if path not in own])
+    return [
+        (f"meshes {number}", ["-m", "mesh and not long", *(f"tests/{path}" for path in paths)])
+        for number, paths in enumerate(parts, 1)
+    ]
 
 
 def stages(speed: str) -> list[tuple[list[tuple[str, list[str]]], int]]:
