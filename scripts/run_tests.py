@@ -42,7 +42,22 @@ QUICK_FIRST = (
     ("decode", "prefill"),
     ("transfer",),
 )  # fmt: skip
-REST_FIRST = tuple((name,) for name in ("kvcache", "prefill", "ranks", "rdma", "sim", "cli", "conductor", "transfer"))
+REST_FIRST = tuple(
+    (name,)
+    for name in (
+        "engine",
+        "kvcache",
+        "prefill",
+        "ranks",
+        "rdma",
+        "sim",
+        "decode",
+        "conductor",
+        "gpu",
+        "cli",
+        "transfer",
+    )
+)
 ALONE = ("chaos",)
 QUICK, REST, LONG = "--quick", "--rest", "--long"
 MESH = "mark.mesh"  # in a file with such tests
