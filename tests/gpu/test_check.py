@@ -51,7 +51,7 @@ def test_an_unknown_stage_is_named() -> None:
         check.chosen("decode,nothing")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_stage_runs_dry(tmp_path: Path) -> None:
     """A minute of two cores: what measures a GPU must not have rotted when there is one."""

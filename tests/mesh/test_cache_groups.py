@@ -5,8 +5,9 @@ adopted, preempted, found again, and moved when an instance leaves or dies. floa
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,15 @@ FLAGS: dict[str, dict[str, Any]] = {
     "gateway": {"max_migrations": 4, "token_timeout_s": 10.0},
 }
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
-EACH = pytest.mark.parametrize("name", GROUPS)
+
+
+def cases(in_ci: Collection[tuple[str, Any]], values: Sequence[Any]) -> list[Any]:
+    """Every family with every value: those of which CI has no need are marked."""
+    every = itertools.product(GROUPS, values)
+    return [
+        pytest.param(*case, marks=[] if case in in_ci else [pytest.mark.long], id="-".join(map(str, case)))
+        for case in every
+    ]
 
 
 def checkpoint(name: str, folder: Path) -> Path:
@@ -56,8 +65,10 @@ async def preemptions(running: Running, instance: str) -> float:
     return float(found[0][1])
 
 
-@EACH
-@pytest.mark.parametrize("ways", ["handed over", "adopted"])
+SITUATIONS = {("gemma3", "adopted"), ("qwen3_next", "handed over"), ("qwen3_next", "adopted")}
+
+
+@pytest.mark.parametrize(("name", "ways"), cases(SITUATIONS, ["handed over", "adopted"]))
 async def test_in_every_situation(name: str, ways: str, tmp_path: Path, mesh: MeshFactory) -> None:
     """Cold and in chunks, over what is here already, over an answer, and a crowd of which some are preempted."""
     path = checkpoint(name, tmp_path)
@@ -93,7 +104,7 @@ async def test_in_every_situation(name: str, ways: str, tmp_path: Path, mesh: Me
         await running.settled()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.long), "qwen3_next"])
 async def test_steps_run_ahead(name: str, tmp_path: Path, mesh: MeshFactory) -> None:
     """On a device that runs behind the host, which lands in host memory and launches a step before it has read the one
     before: rows end in steps in vain, and a turn goes on from the state that they left at the last block border."""
@@ -123,8 +134,10 @@ async def test_steps_run_ahead(name: str, tmp_path: Path, mesh: MeshFactory) -> 
         await running.settled()
 
 
-@EACH
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
+ENDS = {("gpt_oss", signal.SIGTERM), ("qwen3_next", signal.SIGTERM), ("llama4", signal.SIGKILL)}
+
+
+@pytest.mark.parametrize(("name", "how"), cases(ENDS, [signal.SIGTERM, signal.SIGKILL]))
 async def test_an_answer_goes_on_elsewhere(name: str, how: signal.Signals, tmp_path: Path, mesh: MeshFactory) -> None:
     """The decode instance of some answers leaves, or dies: nobody sees it in the tokens."""
     path = checkpoint(name, tmp_path)

@@ -33,6 +33,7 @@ VOCAB, BLOCK, CHUNK = 300, 16, 48
 # Longer than every window and chunk of attention, in several chunks of prefill; a whole number of blocks; within one.
 LENGTHS = (149, 64, 11)
 ANSWER, LONG_ANSWER = 12, 320
+TRIES = 4  # prompts that are read from a tier for another instance: a holder waits a second for what lies there
 PAGES = 96  # of the instances that have a tier below memory
 
 
@@ -70,7 +71,9 @@ def s3() -> Iterator[S3]:
         yield server
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in ("full", "chunk") else []) for kind in MAKE]
+)
 async def test_every_way_of_its_cache(kind: str, tmp_path: Path, mesh: MeshFactory, s3: S3) -> None:
     path = MAKE[kind](tmp_path / kind)
     groups = open_checkpoint(path).config.cache_groups
@@ -195,30 +198,35 @@ class Walk:
     async def read_from_below(self, name: str, tier: Tier, reader: str) -> None:
         """Blocks outlive their instance in its tier: its next life reads them, and reads them back for `reader`, an
         instance of another cut."""
-        running, own, others = self._running, f"{tier.name} of {name}", f"{tier.name} of {name} to {reader}"
-        chains = [await self._put(name, salt) for salt in (own, others)]
+        running, own = self._running, f"{tier.name} of {name}"
+        others = [f"{own} to {reader}, {number}" for number in range(TRIES)]
+        chains = [await self._put(name, salt) for salt in (own, *others)]
 
         async def written() -> bool:
             masks = await masks_at(running.mesh.addresses[name], tier)
             return all(self._whole([masks.get(key, 0) for key in chain]) for chain in chains)
 
-        await until(written, f"both prompts in the tier of {name}")
+        await until(written, f"all prompts in the tier of {name}")
         old = running.pid(name)
         running.kill(name)
         await running.restarted(name, old)
         await running.ready(name)
         await self._direct.refresh()
-        await until(written, f"both prompts in the tier of {name} again")
+        await until(written, f"all prompts in the tier of {name} again")
         assert not await blocks_at(running.mesh.addresses[name], Tier.DRAM), "it has just begun"
         answer = await self._ask(self._long, name, "decode-0", own)
         assert answer.timings is not None
         assert answer.cached_tokens and not answer.timings.pulled_tokens, own
         await self._has_read(name, tier, 0)
         hits = (await self._tier(name, tier)).hits
-        answer = await self._ask(self._long, reader, "decode-0", others, pulls=[(name, 0, self._hit // BLOCK)])
-        assert answer.timings is not None
-        assert answer.timings.pulled_tokens == answer.cached_tokens, others
-        assert answer.cached_tokens, others  # a slow disk may bring but some in time
+        for salt in others:  # of a prompt that is not in time the reader computes all, and has it then
+            answer = await self._ask(self._long, reader, "decode-0", salt, pulls=[(name, 0, self._hit // BLOCK)])
+            assert answer.timings is not None
+            assert answer.timings.pulled_tokens == answer.cached_tokens, salt
+            if answer.cached_tokens:  # a slow disk may bring but some in time
+                break
+        else:
+            raise AssertionError(f"nothing came in time from {own}")
         await self._has_read(name, tier, hits)
 
     async def migrated(self, strike: signal.Signals) -> None:

@@ -462,6 +462,9 @@ class GroupedWorld:
             own = [page for h in requests if g in h.runs for page in h.runs[g].ids]
             own += [page for h in requests if g in h.dropped for page in h.dropped[g].ids]
             assert len(own) == len(set(own)), f"two requests hold a page of group {g}"
+            if not self.scheduler._keeps_all(g):
+                reserved = self.scheduler.others(g) + self.scheduler._claims(g)
+                assert reserved <= pool.total, f"{reserved} of the {pool.total} pages of group {g} are reserved"
             held = Counter(own + [page for at, page in self.scheduler.group_sealing.pages if at == g])
             for page in range(pool.total):
                 assert pool.refcount(page) == held[page], f"page {page} of group {g}: references are not holders"
