@@ -17,10 +17,9 @@ from tests.fuzz.conftest import Noise
 from tests.support.mesh.harness import Running, running_mesh
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(700), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.asyncio(loop_scope="module")]
 
-CASES = 300
-LIMIT_S = 560
+LIMIT_S = 1400
 DEMO = ROOT / "examples" / "demo-model"
 # The schema cannot say that some fields go only with others (top_logprobs with logprobs), nor count tokens: such
 # requests are refused though they fit it. Everything else that schemathesis can check is checked.
@@ -34,10 +33,19 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runnin
         yield running
 
 
-async def test_the_api_is_what_its_schema_says(mesh: Running, noise: Noise, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phases", "cases"),
+    [
+        (("Examples", "Fuzzing"), 30),
+        pytest.param(("Coverage", "Stateful"), 300, marks=pytest.mark.long),  # minutes of a core
+    ],
+)
+async def test_the_api_is_what_its_schema_says(
+    mesh: Running, noise: Noise, tmp_path: Path, phases: tuple[str, ...], cases: int
+) -> None:
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", f"{mesh.http}/openapi.json", "--no-color",
-        "--phases", "examples,coverage,fuzzing,stateful", "--exclude-checks", NOT_CHECKED, "--max-examples", "5",
+        "--phases", ",".join(phases).lower(), "--exclude-checks", NOT_CHECKED, "--max-examples", "5",
         "--request-timeout", "60", "--seed", str(noise.seed), "--continue-on-failure",
     ]  # fmt: skip
     ran = await asyncio.to_thread(
@@ -46,8 +54,8 @@ async def test_the_api_is_what_its_schema_says(mesh: Running, noise: Noise, tmp_
     told = ran.stdout[-20_000:] + ran.stderr[-2_000:]
     assert ran.returncode == 0, told
     found = re.search(r"Test cases:\s+(\d+) generated", ran.stdout)
-    assert found is not None and int(found[1]) >= CASES, told
-    assert all(f"✅ {phase}" in ran.stdout for phase in ("Examples", "Coverage", "Fuzzing", "Stateful")), told
+    assert found is not None and int(found[1]) >= cases, told
+    assert all(f"✅ {phase}" in ran.stdout for phase in phases), told
     print(found[0])
     async with httpx.AsyncClient(timeout=30) as client:
         assert (await client.get(f"{mesh.http}/ready")).status_code == 200
