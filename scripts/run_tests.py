@@ -3,7 +3,7 @@
     --quick   for `make test`: all tests but those marked `slow`, `mesh` or `long`; hypothesis tries a tenth of its
               examples
     --rest    what --quick leaves out: slow tests by folder and properties with all their examples, then what starts
-              whole meshes, three at a time, then the storms of tests/chaos alone
+              whole meshes, two at a time, then the storms of tests/chaos alone
     --long    for `make test-long`: what both leave out, the tests marked `long`
     ARGUMENTS of pytest instead: one pytest process with these, and nothing else
 
@@ -27,7 +27,8 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 LANES = 4  # for two cores: much of the time of services' tests is waiting
-MESH_LANES = 3  # a mesh waits for leases, restarts and loads, too
+MESH_LANES = 2  # more would be no sooner done, and requests would be refused as what is slow is
+OWN_PARTS = 3  # of the meshes that files start themselves: so that all lanes end together
 # What takes long first, so that the lanes end together. A process costs seconds by itself: in `make test` the folders
 # of a line share one. A folder that is not named gets its own.
 QUICK_FIRST = (
@@ -182,13 +183,13 @@ def folders(speed: str) -> list[tuple[str, list[str]]]:
 
 
 def meshes() -> list[tuple[str, list[str]]]:
-    """Files with tests marked `mesh`: those of tests/mesh that start their own, in lanes of as many, and all others."""
+    """Files with tests marked `mesh`: those of tests/mesh that start their own, in parts of as many, and all others, which take
+    longest."""
     files = sorted(path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py"))
     text = {path: (ROOT / "tests" / path).read_text() for path in files if path.parts[0] not in ALONE}
     found = [path for path in text if MESH in text[path]]
     own = [path for path in found if path.parts[0] == "mesh" and SHARED not in text[path]]
-    parts = [own[lane :: MESH_LANES - 1] for lane in range(MESH_LANES - 1)]
-    parts.append([path for path in found if path not in own])
+    parts = [[path for path in found if path not in own], *(own[part::OWN_PARTS] for part in range(OWN_PARTS))]
     return [
         (f"meshes {number}", ["-m", "mesh and not long", *(f"tests/{path}" for path in paths)])
         for number, paths in enumerate(parts, 1)

@@ -30,6 +30,6 @@ def mesh(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Running]]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def small_mesh(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     """The demo model on 1 + 1 with few pages, so that requests wait, are preempted and share."""
-    flags = {"*": {"num_pages": 96, "num_extents": 48}}
+    flags = {"*": {"num_pages": 96, "num_extents": 48}, "conductor": {"slo_tbt_ms": 60_000}}  # on a busy machine, too
     async with running_mesh(demo_path, tmp_path_factory.mktemp("small"), flags=flags) as running:
         yield running

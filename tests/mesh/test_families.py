@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
 }
 # Of each kind of attention one: what services do depends on nothing else.
-IN_CI = {"qwen3", "deepseek_v3", "gpt_oss", "qwen3_next"}
+IN_CI = {"qwen3", "deepseek_v3", "gpt_oss"}
 EACH = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.long]) for name in FAMILIES]
 )

@@ -33,7 +33,7 @@ VOCAB, BLOCK, CHUNK = 300, 16, 48
 # Longer than every window and chunk of attention, in several chunks of prefill; a whole number of blocks; within one.
 LENGTHS = (149, 64, 11)
 ANSWER, LONG_ANSWER = 12, 320
-TRIES = 4  # prompts that are read from a tier for another instance: a holder waits a second for what lies there
+TRIES = 3  # prompts that are read from a tier for another instance: a holder waits a second for what lies there
 PAGES = 96  # of the instances that have a tier below memory
 
 
@@ -72,7 +72,8 @@ def s3() -> Iterator[S3]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in ("full", "chunk") else []) for kind in MAKE]
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.long] if kind in ("full", "chunk", "latent") else []) for kind in MAKE],
 )
 async def test_every_way_of_its_cache(kind: str, tmp_path: Path, mesh: MeshFactory, s3: S3) -> None:
     path = MAKE[kind](tmp_path / kind)

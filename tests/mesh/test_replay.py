@@ -74,7 +74,7 @@ async def test_with_room_for_everything_every_block_is_found_wherever_it_lies(de
     assert live["hit_tokens"] == reachable["hit_tokens"] > 0
 
 
-@pytest.mark.parametrize(("pages", "extents"), [(160, 300), (300, 128)])
+@pytest.mark.parametrize(("pages", "extents"), [pytest.param(160, 300, marks=pytest.mark.long), (300, 128)])
 async def test_with_little_room_what_is_evicted_is_what_the_policies_evict(
     pages: int, extents: int, demo_path: Path, tmp_path: Path
 ) -> None:
