@@ -183,8 +183,8 @@ def folders(speed: str) -> list[tuple[str, list[str]]]:
 
 
 def meshes() -> list[tuple[str, list[str]]]:
-    """Files with tests marked `mesh`: those that share a mesh or are of other folders, which take longest, then those of
-    tests/mesh that start their own, in parts of as many."""
+    """Files with tests marked `mesh`: those that share a mesh or are of other folders, which take longest, then those
+    of tests/mesh that start their own, in parts of as many."""
     files = sorted(path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py"))
     text = {path: (ROOT / "tests" / path).read_text() for path in files if path.parts[0] not in ALONE}
     found = [path for path in text if MESH in text[path]]
