@@ -243,6 +243,7 @@ def readings(path: Path) -> tuple[list[list[Turn]], list[list[list[int]]]]:
     return talks, right
 
 
+@pytest.mark.long
 async def test_latents_and_experts_answer_from_their_notes_whatever_dies(tmp_path: Path) -> None:
     """With an SSD below each node, which memory is too small for the notes without, and drains among the blows. Every
     answer is that of one quiet engine, token for token, and that one's are right as often as the model can be."""

@@ -280,6 +280,7 @@ def test_a_schedule_holds_every_kind_and_leaves_some_alone(links: bool) -> None:
 @pytest.mark.mesh
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 async def test_no_wrong_token_no_hang_and_calm_afterwards(demo_path: Path, tmp_path: Path) -> None:
     async with storm_mesh(demo_path, tmp_path) as storm:
         asking, oracle, tally, stop = Asking(storm), Oracle(), Tally(), asyncio.Event()
