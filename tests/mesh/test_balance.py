@@ -97,8 +97,8 @@ async def a_hot_prefix_gets_a_second_holder(running: Running) -> None:
         assert not await holds(running, "coupled-1", keys)
         async with load(1, lambda n, hot=hot: running.client.generate(hot, 2)) as served:
             await until(partial(holds, running, "coupled-1", keys), "the prefix at the second instance")
-        assert served[0] > 2
         if await orders(running, "replicate"):
+            assert served[0] > 1, "requests went on while it was copied"
             return
     raise AssertionError("nobody ordered a copy")
 
