@@ -125,7 +125,7 @@ class RolloutMesh:
         self._mesh = Mesh(
             MeshSettings(
                 model=str(model), prefill=1, decode=1, http_port=0, grpc_port=0, run_dir=str(self._run_dir),
-                memory_mb=192, block_tokens=32, dtype="float32", rollout=True,
+                memory_mb=192, block_tokens=32, dtype="float32", rollout=True, slo_ttft_ms=600_000, slo_tbt_ms=60_000,
                 flags={name: {"served_name": "policy"} for name in ("gateway", "prefill", "decode")},
             )
         )  # fmt: skip

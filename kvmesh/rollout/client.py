@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +22,17 @@ CONNECT_S = 10.0
 
 
 class RolloutRefused(KvmeshError):
-    """The mesh has refused a call; `status` is the answer's, and `field` and the message are the mesh's."""
+    """The mesh has refused a call; `status` is the answer's, and `field` and the message are the mesh's. With
+    `retry_after_s` it says when the same call may succeed."""
 
     code = "refused"
 
-    def __init__(self, message: str, *, status: int, field: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message, field=field)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True)
@@ -132,6 +138,7 @@ class RolloutClient:
             base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S), limits=limits
         )
         self._model = {"model": model} if model else {}
+        self._timeout_s = timeout_s
 
     async def __aenter__(self) -> RolloutClient:
         return self
@@ -159,18 +166,34 @@ class RolloutClient:
     ) -> RolloutGroup:
         """Returns `n` answers to `prompt`. It may be cancelled at any time: nothing of the group runs on. `enough` is
         asked after each piece of it; where it says so the whole group is ended, with what has come. An error in the
-        middle (as of a pause that aborts) is the group's `error`, and what has come stays. Raises RolloutRefused where
-        nothing has begun."""
+        middle (as of a pause that aborts) is the group's `error`, and what has come stays. A mesh that is too full for
+        the group now is asked again when it says so, for `timeout_s` of this client. Raises RolloutRefused where nothing
+        has begun."""
         params = {"max_tokens": max_tokens, "temperature": temperature, "n": n, "ignore_eos": ignore_eos, **sampling}
         params |= {"seed": seed} if seed is not None else {}
         params |= {"logprobs": 0} if logprobs else {}
         body = {**self._model, "token_ids": list(prompt), "sampling_params": params, "stream": True}
-        group = RolloutGroup(list(prompt), [RolloutSample() for _ in range(n)])
+        start = time.monotonic()
+        while True:
+            try:
+                return await self._streamed(body, RolloutGroup(list(prompt), [RolloutSample() for _ in range(n)]), enough)
+            except RolloutRefused as refused:
+                if refused.status != 429 or refused.retry_after_s is None:
+                    raise
+                wait_s = refused.retry_after_s * random.uniform(1.0, 1.25)  # not all groups in the same moment
+                if time.monotonic() - start + wait_s > self._timeout_s:
+                    raise
+            await asyncio.sleep(wait_s)
+
+    async def _streamed(
+        self, body: dict[str, Any], group: RolloutGroup, enough: Callable[[RolloutGroup], bool] | None
+    ) -> RolloutGroup:
         start = time.monotonic()
         try:
             async with self._http.stream("POST", "/inference/v1/generate", json=body) as answer:
                 if answer.status_code != 200:
-                    raise _refused(answer.status_code, await answer.aread())
+                    await answer.aread()
+                    raise _refused(answer)
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -244,7 +267,7 @@ class RolloutClient:
         except httpx.TransportError as error:
             raise Unavailable(f"the gateway at {self._http.base_url}: {error or type(error).__name__}") from None
         if answer.status_code != 200:
-            raise _refused(answer.status_code, answer.content)
+            raise _refused(answer)
         found: dict[str, Any] = orjson.loads(answer.content)
         return found
 
@@ -259,9 +282,13 @@ def _add(sample: RolloutSample, choice: dict[str, Any]) -> None:
     sample.finish = choice.get("finish_reason") or sample.finish
 
 
-def _refused(status: int, body: bytes) -> RolloutRefused:
+def _refused(answer: httpx.Response) -> RolloutRefused:
+    status, body = answer.status_code, answer.content
+    wait_ms = answer.headers.get("retry-after-ms", "")
+    retry_after_s = int(wait_ms) / 1000 if wait_ms.isdecimal() else None
     try:
         error = orjson.loads(body)["error"]
-        return RolloutRefused(str(error["message"]), status=status, field=error.get("param"))
+        message, field = str(error["message"]), error.get("param")
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return RolloutRefused(f"status {status}: {body[:200]!r}", status=status)
+        message, field = f"status {status}: {body[:200]!r}", None
+    return RolloutRefused(message, status=status, field=field, retry_after_s=retry_after_s)

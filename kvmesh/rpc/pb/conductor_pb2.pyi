@@ -501,6 +501,7 @@ class RegisterInstanceRequest(_message.Message):
     PREFILL_SIZE_WEIGHT_FIELD_NUMBER: _builtins.int
     PREFILL_TENANT_FAIRNESS_FIELD_NUMBER: _builtins.int
     AXES_FIELD_NUMBER: _builtins.int
+    HTTP_URL_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     role: _common_pb2.Role.ValueType
     node_id: _builtins.str
@@ -521,6 +522,8 @@ class RegisterInstanceRequest(_message.Message):
     """Its waiting line goes by arrival + priority + this many times `Placement.prefill_us`. 0: sizes do not matter there."""
     prefill_tenant_fairness: _builtins.bool
     """where prompts of several tenants wait there, each has its turn"""
+    http_url: _builtins.str
+    """An engine that is not kvmesh's own: the OpenAI-compatible server that this instance asks, http://host:port. "": own."""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -545,10 +548,11 @@ class RegisterInstanceRequest(_message.Message):
         prefill_size_weight: _builtins.float = ...,
         prefill_tenant_fairness: _builtins.bool = ...,
         axes: Global___InstanceAxes | None = ...,
+        http_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "prefill_tenant_fairness", b"prefill_tenant_fairness", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "capacity_blocks", b"capacity_blocks", "http_url", b"http_url", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "prefill_tenant_fairness", b"prefill_tenant_fairness", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1394,6 +1398,7 @@ class InstanceStatus(_message.Message):
     CARD_FIELD_NUMBER: _builtins.int
     PENDING_REQUESTS_FIELD_NUMBER: _builtins.int
     AXES_FIELD_NUMBER: _builtins.int
+    HTTP_URL_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     model: _builtins.str
     ready: _builtins.bool
@@ -1414,6 +1419,8 @@ class InstanceStatus(_message.Message):
     node_id: _builtins.str
     pending_requests: _builtins.int
     """that this conductor has placed there and that are not reported finished"""
+    http_url: _builtins.str
+    """as of RegisterInstanceRequest"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -1448,10 +1455,11 @@ class InstanceStatus(_message.Message):
         card: _common_pb2.ModelCard | None = ...,
         pending_requests: _builtins.int = ...,
         axes: Global___InstanceAxes | None = ...,
+        http_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "card", b"card", "instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "pending_requests", b"pending_requests", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "http_url", b"http_url", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "pending_requests", b"pending_requests", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
