@@ -91,6 +91,7 @@ class RolloutRun:
     wrong: int = 0
     told_apart: float = 0.0
     largest_error: float = 0.0
+    ended: list[str] = field(default_factory=list)  # why groups had to be asked for again
 
 
 def jobs(count: int, seed: int = 5) -> list[Job]:
@@ -205,7 +206,7 @@ class Trial:
         self._whole: list[Whole] = []
         self._running: dict[asyncio.Task[Whole], Job] = {}
         self._ordered = self._served = 0
-        self._wasted = 0
+        self._wasted, self._ended = 0, list[str]()
         # By epoch; a mesh that was started anew has the weights of its checkpoint, of epoch 0.
         self._step_of = {(await self._client.update_weights(path=str(self.steps[0]))).epoch: 0}
         paused_s, start = [], time.monotonic()
@@ -221,15 +222,23 @@ class Trial:
         await self._client.close()
         groups = [whole.group for whole in self._whole]
         two = sum(len(sample.epochs) > 1 for group in groups for sample in group.samples)
-        return RolloutRun(self.way, seconds, paused_s, sum(map(tokens_of, groups)), self._wasted, two), self._whole
+        return RolloutRun(
+            self.way, seconds, paused_s, sum(map(tokens_of, groups)), self._wasted, two, ended=self._ended
+        ), self._whole
 
     def _begin(self, job: Job) -> None:
         self._running[asyncio.create_task(self._group(job))] = job
 
     async def _group(self, job: Job) -> Whole:
         client, tokens = self._client, [Tokens(self._served) for _ in range(self.samples)]
+        asked: RolloutGroup | None = None
 
         def came(group: RolloutGroup) -> bool:
+            nonlocal asked, tokens
+            if asked is not None and asked is not group:  # one of its samples found no room: all of it once more
+                self._wasted += tokens_of(asked)
+                tokens = [Tokens(self._served) for _ in range(self.samples)]
+            asked = group
             for sample, one in zip(group.samples, tokens, strict=True):
                 one.ordered += [self._ordered] * (len(sample.token_ids) - len(one.ordered))
             return False
@@ -249,6 +258,7 @@ class Trial:
                 job, whole = self._running.pop(task), task.result()
                 if whole.group.error:
                     self._wasted += tokens_of(whole.group)
+                    self._ended.append(whole.group.error)
                     self._begin(job)
                 else:
                     self._whole.append(whole)

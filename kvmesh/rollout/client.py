@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import orjson
 
-from kvmesh.errors import KvmeshError, Unavailable
+from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.rollout.trainer import TrainerSegment
 
 CONNECT_S = 10.0
+FULL_S = 1.0  # until a group is asked for again of which one sample found no room
 
 
 class RolloutRefused(KvmeshError):
@@ -166,9 +167,9 @@ class RolloutClient:
     ) -> RolloutGroup:
         """Returns `n` answers to `prompt`. It may be cancelled at any time: nothing of the group runs on. `enough` is
         asked after each piece of it; where it says so the whole group is ended, with what has come. An error in the
-        middle (as of a pause that aborts) is the group's `error`, and what has come stays. A mesh that is too full for
-        the group now is asked again when it says so, for `timeout_s` of this client. Raises RolloutRefused where nothing
-        has begun."""
+        middle (as of a pause that aborts) is the group's `error`, and what has come stays. A mesh that cannot serve
+        the group now (it is full, also for one sample alone; no instance is ready) is asked for all of it again when it
+        says so, for `timeout_s` of this client; then RolloutRefused is raised, as it is at once for what is wrong."""
         params = {"max_tokens": max_tokens, "temperature": temperature, "n": n, "ignore_eos": ignore_eos, **sampling}
         params |= {"seed": seed} if seed is not None else {}
         params |= {"logprobs": 0} if logprobs else {}
@@ -176,9 +177,11 @@ class RolloutClient:
         start = time.monotonic()
         while True:
             try:
-                return await self._streamed(body, RolloutGroup(list(prompt), [RolloutSample() for _ in range(n)]), enough)
+                return await self._streamed(
+                    body, RolloutGroup(list(prompt), [RolloutSample() for _ in range(n)]), enough
+                )
             except RolloutRefused as refused:
-                if refused.status != 429 or refused.retry_after_s is None:
+                if refused.retry_after_s is None:
                     raise
                 wait_s = refused.retry_after_s * random.uniform(1.0, 1.25)  # not all groups in the same moment
                 if time.monotonic() - start + wait_s > self._timeout_s:
@@ -200,6 +203,8 @@ class RolloutClient:
                     told = orjson.loads(line[6:])
                     if "error" in told:
                         group.error = str(told["error"].get("message", told["error"]))
+                        if told["error"].get("code") == Overloaded.code:  # one of the samples found no room
+                            raise RolloutRefused(group.error, status=429, retry_after_s=FULL_S)
                         break
                     for choice in told.get("choices", ()):
                         _add(group.samples[choice["index"]], choice)
