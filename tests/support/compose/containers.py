@@ -89,9 +89,9 @@ class Containers:
         return await run("docker", "compose", *files, *arguments, timeout_s=timeout_s, env=self.env)
 
     async def up(self, **scale: int) -> None:
-        """All of it, healthy."""
+        """All of it, healthy. Twelve processes import at once: on two slow cores that others use that takes minutes."""
         scales = [word for service, count in scale.items() for word in ("--scale", f"{service}={count}")]
-        await self.compose("up", "-d", "--wait", "--wait-timeout", "180", *scales)
+        await self.compose("up", "-d", "--wait", "--wait-timeout", "420", *scales, timeout_s=450.0)
 
     async def down(self) -> None:
         """Nothing is left: containers, networks, volumes."""
