@@ -58,7 +58,9 @@ class HeldTurn:
         """The line has put it out."""
         if not self._turn.done():
             why = self._last.message if self._last is not None else "none has come"
-            text = f"no instance of model {self.ticket.model!r} took the request within hold_ms={1000 * seconds:g}: {why}"
+            text = (
+                f"no instance of model {self.ticket.model!r} took the request within hold_ms={1000 * seconds:g}: {why}"
+            )
             self._turn.set_exception(Unavailable(text, retry_after_ms=RETRY_AFTER_MS))
 
 

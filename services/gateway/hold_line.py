@@ -82,7 +82,9 @@ class HoldLine:
     def counts(self) -> Mapping[str, int]:
         """Returns how many requests are held, of each model that has any."""
         return {
-            model: count for model, line in self._lines.items() if (count := len(line.waiting) + (line.turn is not None))
+            model: count
+            for model, line in self._lines.items()
+            if (count := len(line.waiting) + (line.turn is not None))
         }
 
     def set_absent(self, model: str, absent: bool) -> None:

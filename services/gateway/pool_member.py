@@ -20,7 +20,9 @@ from kvmesh.telemetry import names
 _SAME = (
     (names.GATEWAY_TTFT, "vllm:time_to_first_token_seconds"),
     (names.GATEWAY_TBT, "vllm:inter_token_latency_seconds"),
+    (names.GATEWAY_TBT, "vllm:time_per_output_token_seconds"),  # its name of before, which dashboards still ask for
     (names.GATEWAY_REQUEST_SECONDS, "vllm:e2e_request_latency_seconds"),
+    (names.GATEWAY_PROMPT_TOKENS, "vllm:prompt_tokens"),
     (names.GATEWAY_PROMPT_TOKENS, "vllm:prefix_cache_queries"),
     (names.GATEWAY_CACHED_TOKENS, "vllm:prefix_cache_hits"),
     (names.GATEWAY_OUTPUT_TOKENS, "vllm:generation_tokens"),
