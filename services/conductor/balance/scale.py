@@ -102,7 +102,7 @@ class Scale:
         if not roles and now - use.since < self._window_s:
             return []  # this conductor may have started just now, and its instances may be about to register
         if now - use.held_at <= HELD_S:
-            why = f"no instance is there, and a gateway holds {use.held} requests for one"
+            why = f"no instance is there, and a gateway holds requests for one ({use.held})"
         else:
             why = f"no instance is there, and one was wanted {idle_s:.0f} s ago"
         hints = []

@@ -259,7 +259,7 @@ def test_nobody_wants_it_for_long_enough_and_then_somebody_does() -> None:
     assert [hint.instances for hint in pools.scale.hints] == [0, 0]
     pools.uses.held([("demo", 3)], pools.now)
     assert pools.look(Demand(), seconds=0.0) == {P: 1, D: 1}
-    assert pools.scale.hints[0].reason == "no instance is there, and a gateway holds 3 requests for one"
+    assert pools.scale.hints[0].reason == "no instance is there, and a gateway holds requests for one (3)"
     assert pools.look(Demand(), seconds=99.0) == {P: 1, D: 1}, "it may take so long to start"
     assert pools.look(Demand(), seconds=1.0) == {P: 0, D: 0}
     pools.uses.used("demo", pools.now)
