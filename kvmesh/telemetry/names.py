@@ -3,6 +3,7 @@
 The spans of one request:
 
     chat <model> | text_completion <model>   gateway; root, or child of the client's traceparent
+    ├── kvmesh.hold                          gateway; waited for an instance of the model to be there
     ├── kvmesh.tokenize                      gateway
     ├── kvmesh.schedule                      gateway
     │   └── kvmesh.place                     conductor
@@ -63,6 +64,7 @@ from kvmesh.watched_files import WatchedFiles
 
 SPAN_CHAT = "chat"  # + " <model>"
 SPAN_COMPLETION = "text_completion"  # + " <model>"
+SPAN_HOLD = "kvmesh.hold"
 SPAN_TOKENIZE = "kvmesh.tokenize"
 SPAN_SCHEDULE = "kvmesh.schedule"
 SPAN_MIGRATE = "kvmesh.migrate"  # an answer goes on elsewhere: from the loss to the next token
@@ -196,6 +198,7 @@ ProcessCollector(registry=_PROCESS)
 
 # Seconds: from a millisecond, where a local mesh lives, to a minute, where a deadline does.
 _WAIT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LONG = (*_WAIT, 120, 300, 600)
 _STEP = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _SHARE = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -218,9 +221,9 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -
 # that is served, "" of requests that ended before they had one.
 GATEWAY_REQUESTS = _counter("gateway_requests_total", "Requests that ended.", "route", "outcome")
 GATEWAY_RUNNING = _gauge("gateway_running_requests", "Requests in flight.")
-GATEWAY_TTFT = _histogram("gateway_ttft_seconds", "Received until the first token is sent.", _WAIT, "model")
+GATEWAY_TTFT = _histogram("gateway_ttft_seconds", "Received until the first token is sent.", _LONG, "model")
 GATEWAY_TBT = _histogram("gateway_tbt_seconds", "Time between tokens of one request.", _STEP, "model")
-GATEWAY_REQUEST_SECONDS = _histogram("gateway_request_seconds", "Received until finished.", _WAIT, "model")
+GATEWAY_REQUEST_SECONDS = _histogram("gateway_request_seconds", "Received until finished.", _LONG, "model")
 GATEWAY_TOKENIZE = _histogram("gateway_tokenize_seconds", "Template, tokenize and hash.", _STEP)
 GATEWAY_SCHEDULE = _histogram("gateway_schedule_seconds", "Asking the conductor.", _STEP)
 GATEWAY_PROMPT_TOKENS = _counter("gateway_prompt_tokens_total", "Prompt tokens of accepted requests.", "model")
@@ -243,7 +246,12 @@ GATEWAY_HTTP_CONNECTIONS = _gauge("gateway_http_connections_count", "Open REST c
 GATEWAY_HTTP_REFUSED = _counter("gateway_http_refused_total", "REST connections and heads refused.", "reason")
 GATEWAY_UNAUTHORIZED = _counter("gateway_unauthorized_total", "Calls without a valid API key.", "route")
 
-# what: requests (too many in flight), placements (too many wait for the conductor).
+# Held: while no instance of their model is there. outcome: placed, expired (none came in time), left (the client), or
+# failed (the gateway stopped).
+GATEWAY_HELD = _gauge("gateway_held_requests", "Held until an instance of their model is there.", "model")
+GATEWAY_HOLD_SECONDS = _histogram("gateway_hold_seconds", "How long they were held.", _LONG, "model", "outcome")
+
+# what: requests (too many in flight), placements (too many wait for the conductor), held (no room to be held).
 GATEWAY_REFUSED = _counter("gateway_refused_total", "Requests refused at once, for want of room here.", "what")
 
 # field: requests_per_minute, prompt_tokens_per_minute, answer_tokens_per_minute, max_running (of a key in keys.toml).

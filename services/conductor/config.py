@@ -171,6 +171,14 @@ class ConductorConfig(ControlConfig):
     scale_target: float = field(
         default=0.7, metadata={"help": "Load of each pool that scale hints aim at; 1: all its capacity.", "min": 0.05}
     )
+    scale_to_zero_after_s: float = field(
+        default=0.0,
+        metadata={
+            "help": "Scale hints want no instance of a model that nobody has wanted for so many seconds, and one as "
+            "soon as gateways hold requests for it (their hold_requests). 0: they always want one.",
+            "min": 0,
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.admission not in {mode.value for mode in Mode}:
@@ -192,6 +200,9 @@ class ConductorConfig(ControlConfig):
             raise ConfigError(
                 f"scale_target={self.scale_target}: must be at least 0.05, at most 1", field="scale_target"
             )
+        if not 0 <= self.scale_to_zero_after_s < float("inf"):
+            text = f"scale_to_zero_after_s={self.scale_to_zero_after_s}: must be a number, at least 0"
+            raise ConfigError(text, field="scale_to_zero_after_s")
         least = (
             ("slo_ttft_ms", 1), ("slo_tbt_ms", 1), ("heartbeat_interval_ms", 1), ("store_silence_ms", 1),
             ("role_dwell_ms", 1), ("max_schedules", 1),

@@ -324,6 +324,13 @@ class OrderEnded:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class RequestsHeld:
+    """What a gateway holds while no instance is there: models, and how many requests of each."""
+
+    requests: tuple[tuple[str, int], ...]
+
+
 Event = (
     Register
     | Heartbeat
@@ -336,6 +343,7 @@ Event = (
     | Cordon
     | Lead
     | OrderEnded
+    | RequestsHeld
     | CaughtUp
     | Tick
 )

@@ -179,5 +179,6 @@ def settings_of(config: ConductorConfig) -> Settings:
             copy_bytes=config.replicate_mb << 20,
             dwell_s=config.role_dwell_ms / 1000,
             target_load=config.scale_target,
+            zero_after_s=config.scale_to_zero_after_s,
         ),
     )

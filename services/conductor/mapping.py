@@ -37,15 +37,18 @@ from kvmesh.services.conductor.domain import (
     Ref,
     Register,
     RequestOutcome,
+    RequestsHeld,
     Role,
     Schedule,
 )
+from kvmesh.services.conductor.fleet.roster import MAX_TEXT
 from kvmesh.services.conductor.placing.ties import Crowd
 from kvmesh.services.conductor.records.explain import Candidate, Decision, WeighedKind
 from kvmesh.services.conductor.views import InstanceView, TierView
 
 MAX_UINT32 = 0xFFFFFFFF
 MAX_BLOCKS = 1 << 18  # of one prompt
+MAX_HELD = 64  # models of which one gateway holds requests
 MAX_REQUEST_ID = 512
 MAX_REASON = 500
 MAX_BELONGING = 512  # characters of a session, an origin, a tenant, an endpoint
@@ -203,6 +206,16 @@ def load_in(load: pb.Load) -> Load:
 
 def load_out(load: Load) -> pb.Load:
     return pb.Load(**dict(zip(_LOAD, _load_values(load), strict=True)))
+
+
+def held_in(request: pb.ListModelsRequest) -> RequestsHeld:
+    """Raises InvalidRequest for more models than a gateway may name, or a name that none can have."""
+    if len(request.held) > MAX_HELD:
+        raise InvalidRequest.of("held", len(request.held), f"at most {MAX_HELD} models")
+    for one in request.held:
+        if not 0 < len(one.model) <= MAX_TEXT:
+            raise InvalidRequest.of("held.model", one.model[:MAX_TEXT], f"must have 1 to {MAX_TEXT} characters")
+    return RequestsHeld(tuple((one.model, one.requests) for one in request.held))
 
 
 def schedule_in(request: pb.ScheduleRequest) -> Schedule:

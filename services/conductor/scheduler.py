@@ -100,6 +100,8 @@ class Scheduling:
         """Places a request, or says why it cannot be placed: Algorithm 1 of the Mooncake paper (FAST'25) with what was
         added to it. The order of the steps is in this method; what each step goes by is said where it is called."""
         self._ledger.wires.expire(now)
+        if request.model in self._fleet.known_models:
+            self.balance.wanted(request.model, now)
         # Candidates: the instances that serve this model, those of them that may get work, and for which half.
         view = self._known.columns.view(now, self.why_not, self._known.breakers.tripped)
         serving = view.serving(view.group(request.model) if request.prompt_tokens > 0 else NO_GROUP)

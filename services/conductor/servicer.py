@@ -224,7 +224,9 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         return answer
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
-        """Returns one card per model name."""
+        """Returns one card per model name. Raises InvalidRequest."""
+        if request.held:
+            self.deliver(mapping.held_in(request))
         return pb.ListModelsResponse(models=[mapping.card_out(c) for c in self._state.models(self._clock())])
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:  # noqa: N802

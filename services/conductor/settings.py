@@ -56,6 +56,7 @@ class BalanceSettings:
     copy_bytes: int = 1 << 30
     dwell_s: float = 60.0  # an instance keeps a role for at least so long (see roles.py)
     target_load: float = 0.7  # what scale hints make of pools (see scale.py)
+    zero_after_s: float = 0.0  # a model that nobody wants for so long wants no instance; 0: it always wants one
 
 
 @dataclass(frozen=True)

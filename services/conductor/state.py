@@ -35,6 +35,7 @@ from kvmesh.services.conductor.domain import (
     OutOfStep,
     Refuse,
     Register,
+    RequestsHeld,
     Role,
     Schedule,
     StoreLost,
@@ -298,6 +299,8 @@ class ConductorState:
                 return self._balance(now, passed_s)
             case OrderEnded():
                 self.scheduling.balance.ended(event, now)
+            case RequestsHeld():
+                self.scheduling.balance.held(event, now)
         return []
 
     def _forgive_own_stall(self, now: float) -> None:

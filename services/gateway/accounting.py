@@ -39,6 +39,7 @@ class Account:
         self.route = route
         self.served_model = ""  # once it is known to be one that is served
         self.received_ns = received_ns
+        self.begun_ns = received_ns  # after it was held, if it was
         self.tokenized_ns = 0
         self.scheduled_ns = 0
         self.first_token_ns = 0
@@ -63,13 +64,18 @@ class Account:
         self.span = spans.begin(f"{operation} {self._model}", parent, attributes, start_ns=received_ns)
         self.context = spans.context_of(self.span)
 
+    def held(self) -> None:
+        """It has waited for an instance to be there, and goes on."""
+        self.begun_ns = time.monotonic_ns()
+        spans.record(names.SPAN_HOLD, self.context, self.received_ns, self.begun_ns, {})
+
     def tokenized(self, prompt_tokens: int, block_tokens: int) -> None:
         """Prompts are tokens and keys now."""
         self.tokenized_ns = time.monotonic_ns()
-        names.GATEWAY_TOKENIZE.observe((self.tokenized_ns - self.received_ns) / 1e9)
+        names.GATEWAY_TOKENIZE.observe((self.tokenized_ns - self.begun_ns) / 1e9)
         names.GATEWAY_PROMPT_TOKENS.labels(self.served_model).inc(prompt_tokens)
         attributes: dict[str, spans.Value] = {names.PROMPT_TOKENS: prompt_tokens, names.BLOCK_TOKENS: block_tokens}
-        spans.record(names.SPAN_TOKENIZE, self.context, self.received_ns, self.tokenized_ns, attributes)
+        spans.record(names.SPAN_TOKENIZE, self.context, self.begun_ns, self.tokenized_ns, attributes)
 
     def token(self) -> None:
         """A token has arrived."""
@@ -147,7 +153,8 @@ class Account:
 
         return {
             "gateway": {
-                "tokenize_us": span_us(self.received_ns, self.tokenized_ns),
+                **({"held_us": held_us} if (held_us := span_us(self.received_ns, self.begun_ns)) else {}),
+                "tokenize_us": span_us(self.begun_ns, self.tokenized_ns),
                 "schedule_us": span_us(self.tokenized_ns, self.scheduled_ns),
                 "first_token_us": span_us(self.scheduled_ns, self.first_token_ns),
                 "first_write_us": span_us(self.first_token_ns, self.first_write_ns),

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from opentelemetry.context import Context
@@ -28,7 +28,8 @@ from kvmesh.rpc.leader_client import ServiceClient
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.rpc.status import Unreachable
 from kvmesh.services.gateway.concurrency import PlacementRoom
-from kvmesh.services.gateway.models import Model, Models, ServedModelFacts, kv_usage
+from kvmesh.services.gateway.hold_gate import HoldGate
+from kvmesh.services.gateway.models import Model, Models, ServedModelFacts, is_absent, kv_usage
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
 
@@ -49,6 +50,10 @@ _UNREACHABLE = (Unreachable, TlsFailed)
 _UNSAID = (*_UNREACHABLE, DeadlinePassed, RequestCancelled)  # what no conductor says of its instances
 _PREFILL = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_BOTH)
 _DECODE = (common_pb2.ROLE_DECODE, common_pb2.ROLE_BOTH)
+
+
+class ConductorSilent(Unavailable):
+    """No conductor says anything: whether there are instances is not known."""
 
 
 class Conductor:
@@ -161,17 +166,23 @@ class Conductor:
         assert failure is not None, "there is a conductor"
         raise failure
 
-    async def look(self) -> tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]]:
+    async def look(
+        self, held: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]]:
         """The cards of all registered models by name, and all instances, as one conductor knows them that knows any.
-        Raises named errors."""
+        Every conductor is told how many requests of which models are `held` here. Raises named errors."""
+        asks = conductor_pb2.ListModelsRequest(
+            held=[conductor_pb2.HeldRequests(model=model, requests=count) for model, count in (held or {}).items()]
+        )
+        order = self._order
         found: tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]] | None = None
         failure: KvmeshError | None = None
-        for one in self._order:
+        for one in order:
             one.seek_fastpath()  # before a request has to do without
-        for one in self._order:
+        for number, one in enumerate(order):
             try:
                 cards, known = await asyncio.gather(
-                    one.call("ListModels", conductor_pb2.ListModelsRequest(), _REFRESH_TIMEOUT_S),
+                    one.call("ListModels", asks, _REFRESH_TIMEOUT_S),
                     one.call("GetStatus", conductor_pb2.GetConductorStatusRequest(), _REFRESH_TIMEOUT_S),
                 )
             except KvmeshError as err:
@@ -180,6 +191,9 @@ class Conductor:
             found = {card.name: card for card in cards.models}, list(known.instances)
             if found[1]:
                 self._first = self._conductors.index(one)
+                if asks.held:  # of one model; there are instances of another
+                    others = (other.call("ListModels", asks, _REFRESH_TIMEOUT_S) for other in order[number + 1 :])
+                    await asyncio.gather(*others, return_exceptions=True)
                 return found
         if found is None:
             assert failure is not None, "there is a conductor"
@@ -188,15 +202,15 @@ class Conductor:
 
     def _named(self, err: KvmeshError, one: ServiceClient) -> KvmeshError:
         if isinstance(err, DeadlinePassed):
-            return Unavailable(f"the conductor at {one.address} does not answer in time")
+            return ConductorSilent(f"the conductor at {one.address} does not answer in time")
         if isinstance(err, RequestCancelled):  # not by us, whose cancellation is no such error
-            return Unavailable(f"the conductor at {one.address} ended the call: it stops", retry_after_ms=1000)
+            return ConductorSilent(f"the conductor at {one.address} ended the call: it stops", retry_after_ms=1000)
         if isinstance(err, ModelNotFound | UnknownInstance):
             return Unavailable(err.message, retry_after_ms=1000)  # its instances have not registered yet
         if isinstance(err, _UNREACHABLE):
             why = err.why if isinstance(err, Unreachable) else err.message
             told = f": {why}" if why else ""
-            return Unavailable(f"the conductor at {one.address} cannot be reached{told}", retry_after_ms=1000)
+            return ConductorSilent(f"the conductor at {one.address} cannot be reached{told}", retry_after_ms=1000)
         return err
 
 
@@ -211,9 +225,12 @@ class Catalog:
         *,
         on_ready: Callable[[bool], None],
         on_instances: Callable[[Collection[tuple[str, int]]], None],
+        holds: HoldGate,
     ) -> None:
+        """`holds` hears of each model whether it has instances; what it holds, conductors are told."""
         self.models = models
         self._conductor = conductor
+        self._holds = holds
         self._on_ready = on_ready
         self._on_instances = on_instances
         self._poked = asyncio.Event()
@@ -231,6 +248,7 @@ class Catalog:
                 # A look that came too late behind others is no reason while requests are placed.
                 if asyncio.get_running_loop().time() > self._conductor.placed_at + PLACED_S:
                     for model in self.models:
+                        model.held = False
                         self._set(model, err.message)
             self._on_ready(self.models.ready)
             await self._pause(READY_REFRESH_S if all(model.ready for model in self.models) else UNREADY_REFRESH_S)
@@ -252,7 +270,7 @@ class Catalog:
             pass
 
     async def _refresh(self) -> None:
-        cards, instances = await self._conductor.look()
+        cards, instances = await self._conductor.look(self._holds.counts())
         self._on_instances({(i.instance.instance_id, i.instance.incarnation) for i in instances})
         for model in self.models:
             card = cards.get(model.name)
@@ -260,6 +278,9 @@ class Catalog:
                 model.facts = ServedModelFacts.of(card)
             model.kv = kv_usage(model.name, instances)
             self._set(model, why_not_ready(model.name, card is not None, instances))
+            absent = not model.ready and is_absent(model.name, instances)
+            model.held = absent and self._holds.holds
+            self._holds.set_absent(model.name, absent)
 
 
 def why_not_ready(model: str, registered: bool, instances: Collection[conductor_pb2.InstanceStatus]) -> str:

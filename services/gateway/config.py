@@ -10,6 +10,7 @@ from kvmesh.config import ServiceConfig
 from kvmesh.errors import ConfigError
 from kvmesh.rpc.call_limits import CallLimits
 from kvmesh.rpc.protocol import MAX_PROMPT_LOGPROBS
+from kvmesh.services.gateway.hold_line import HoldLimits
 from kvmesh.services.gateway.recovery import RecoveryPatience
 from kvmesh.services.gateway.rest.http_limits import BodyBounds, HttpLimits
 from kvmesh.services.gateway.rest.response_bounds import ResponseBounds
@@ -218,6 +219,21 @@ class GatewayConfig(ServiceConfig):
     max_placing: int = field(
         default=64, metadata={"help": "Placements under way at once; others wait for schedule_timeout_ms at most."}
     )
+    hold_requests: int = field(
+        default=0,
+        metadata={
+            "help": "Requests that are held here while no instance of their model is there, in order, for a mesh that "
+            "scales to zero; more are answered 503, with Retry-After. Each is one of max_answers, too. 0: none is held."
+        },
+    )
+    hold_ms: int = field(
+        default=300_000,
+        metadata={"help": "How long one is held at most, in ms; 503 then. Above the time that an instance starts in."},
+    )
+    hold_bytes: int = field(
+        default=64 << 20,
+        metadata={"help": "Bytes of prompts that all held requests may have together; part of max_request_memory."},
+    )
     session_timeout_ms: int = field(
         default=5000,
         metadata={"help": "Longest wait for a decode session; so long a new request looks for one that it can reach."},
@@ -277,6 +293,7 @@ class GatewayConfig(ServiceConfig):
             ("http_head_timeout_s", 0.1), ("http_body_timeout_s", 0.1), ("http_body_rate", 1),
             ("http_idle_timeout_s", 0.1), ("http_write_timeout_s", 0.1), ("max_responses", 1),
             ("max_response_bytes", 1024), ("max_prompt_logprobs", 0), ("response_ttl_s", 0.001),
+            ("hold_requests", 0), ("hold_ms", 1), ("hold_bytes", 1024),
         ):  # fmt: skip
             value = getattr(self, name)
             if not value >= low:
@@ -401,6 +418,11 @@ class GatewayConfig(ServiceConfig):
     def response_bounds(self) -> ResponseBounds:
         """What the store of responses may hold."""
         return ResponseBounds(self.max_responses, self.max_response_bytes, self.response_ttl_s)
+
+    @property
+    def hold_limits(self) -> HoldLimits:
+        """The bounds of requests that are held while no instance is there."""
+        return HoldLimits(self.hold_requests, self.hold_bytes, self.hold_ms / 1000)
 
     @property
     def limits(self) -> GatewayLimits:

@@ -15,6 +15,7 @@ from kvmesh.services.gateway.concurrency import AnswerRoom
 from kvmesh.services.gateway.conductor import Catalog, Conductor
 from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.services.gateway.generation import Generation
+from kvmesh.services.gateway.hold_gate import HoldGate
 from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.services.gateway.models import Model, Models, ServedModelFacts
 from kvmesh.services.gateway.pauses import PauseGate
@@ -46,6 +47,7 @@ class GatewayCore:
         memory: RequestMemory | None = None,
         responses: ResponseStore | None = None,
         quotas: QuotaBook | None = None,
+        holds: HoldGate | None = None,
     ) -> None:
         self.config = config
         self.models = models
@@ -58,6 +60,7 @@ class GatewayCore:
         self.responses = responses or ResponseStore(MemoryResponses(bounds), bounds)
         self.traces = TraceKeeper()
         self.pauses = PauseGate()
+        self.holds = holds or HoldGate(config.hold_limits, models.names)
         self.quotas = quotas or QuotaBook()
         self.room = AnswerRoom(config.max_answers)
         self.running: set[Request] = set()

@@ -20,6 +20,7 @@ from kvmesh.services.gateway import servicer
 from kvmesh.services.gateway.conductor import Catalog, Conductor
 from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.services.gateway.core import GatewayCore
+from kvmesh.services.gateway.hold_gate import HoldGate
 from kvmesh.services.gateway.key_file import KeyFile
 from kvmesh.services.gateway.models import Models
 from kvmesh.services.gateway.pool_member import PoolMemberMetrics
@@ -84,8 +85,9 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         def on_instances(living: Collection[Key]) -> None:
             sessions.keep_only(living)
 
-        catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances)
-        core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory, responses, quotas)
+        holds = HoldGate(config.hold_limits, models.names)
+        catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances, holds=holds)
+        core = GatewayCore(config, models, keys, conductor, sessions, catalog, memory, responses, quotas, holds)
         stack.callback(core.close)
         member = PoolMemberMetrics(list(models), core.queues)
         names.REGISTRIES["gateway"].register(member)
@@ -143,6 +145,7 @@ async def _drain(core: GatewayCore, server: Server, grace_s: float) -> None:
     if core.running:
         log.warning("stopping with %d requests in flight", len(core.running))
     core.stopping = True
+    core.holds.close()
     await core.sessions.close()
 
 

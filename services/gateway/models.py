@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvmesh.errors import InvalidRequest, ModelNotFound, Unavailable
+from kvmesh.errors import InvalidRequest, ModelNotFound, Paused, Unavailable
 from kvmesh.kvcache.keys import Namespace
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.services.gateway.api_keys import ANYBODY, Tenant, combined_salt
@@ -77,8 +77,15 @@ def kv_usage(model: str, instances: Collection[conductor_pb2.InstanceStatus]) ->
     )
 
 
+def is_absent(model: str, instances: Collection[conductor_pb2.InstanceStatus]) -> bool:
+    """Says of a model for which no request could be placed whether that is for want of an instance; else it is paused,
+    and goes on with the instances that it has."""
+    return not any(i.model == model and i.not_ready_reason.startswith(Paused.PREFIX) for i in instances)
+
+
 class Model:
-    """One served model. `not_ready_reason` is "" while requests can be placed."""
+    """One served model. `not_ready_reason` is "" while requests can be placed; `held` says that they are held, as no
+    instance is there."""
 
     def __init__(self, name: str, preparer: Preparer) -> None:
         self.name = name
@@ -86,6 +93,7 @@ class Model:
         self.facts: ServedModelFacts | None = None
         self.kv: KvUsage | None = None  # as the conductor last told it
         self.not_ready_reason = "the conductor has not answered yet"
+        self.held = False
 
     @property
     def ready(self) -> bool:
@@ -142,8 +150,9 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Whether any can be served: one model without instances must not close the door on the others."""
-        return any(model.ready for model in self)
+        """Whether requests of any can be served, or held: one model without instances must not close the door on the
+        others."""
+        return any(model.ready or model.held for model in self)
 
     @property
     def not_ready_reason(self) -> str:

@@ -20,11 +20,32 @@ from kvmesh.telemetry import names
 _SAME = (
     (names.GATEWAY_TTFT, "vllm:time_to_first_token_seconds"),
     (names.GATEWAY_TBT, "vllm:inter_token_latency_seconds"),
+    (names.GATEWAY_TBT, "vllm:time_per_output_token_seconds"),  # its name of before, which dashboards still ask for
     (names.GATEWAY_REQUEST_SECONDS, "vllm:e2e_request_latency_seconds"),
+    (names.GATEWAY_PROMPT_TOKENS, "vllm:prompt_tokens"),
     (names.GATEWAY_PROMPT_TOKENS, "vllm:prefix_cache_queries"),
     (names.GATEWAY_CACHED_TOKENS, "vllm:prefix_cache_hits"),
     (names.GATEWAY_OUTPUT_TOKENS, "vllm:generation_tokens"),
 )
+
+
+# Names, what each tells, and its labels.
+_GAUGES = {
+    "vllm:num_requests_waiting": ("Requests without their first token.", ("model_name",)),
+    "vllm:num_requests_running": ("Requests that get tokens.", ("model_name",)),
+    "vllm:kv_cache_usage_perc": ("Share of the pages where answers are made; 1: all.", ("model_name",)),
+    "vllm:cache_config_info": ("1.", ("model_name", "block_size", "num_gpu_blocks", "cache_dtype")),
+    "vllm:lora_requests_info": (
+        "1: no adapters are served.",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+}
+
+
+def pool_member_families() -> list[tuple[str, str, tuple[str, ...]]]:
+    """Returns name, kind and labels of each family that a gateway shows to pools."""
+    gauges = [(name, "gauge", labels) for name, (_, labels) in _GAUGES.items()]
+    return gauges + [(name, own._type, ("model_name",)) for own, name in _SAME]
 
 
 class PoolMemberMetrics(Collector):
@@ -41,21 +62,8 @@ class PoolMemberMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         queues = self._queues()
-        waiting = GaugeMetricFamily(
-            "vllm:num_requests_waiting", "Requests without their first token.", labels=["model_name"]
-        )
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests that get tokens.", labels=["model_name"])
-        usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Share of the pages where answers are made; 1: all.", labels=["model_name"]
-        )
-        cache = GaugeMetricFamily(
-            "vllm:cache_config_info", "1.", labels=["model_name", "block_size", "num_gpu_blocks", "cache_dtype"]
-        )
-        adapters = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "1: no adapters are served.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
+        gauges = [GaugeMetricFamily(name, text, labels=labels) for name, (text, labels) in _GAUGES.items()]
+        waiting, running, usage, cache, adapters = gauges
         for model in self._models:
             waits, runs = queues.get(model.name, (0, 0))
             waiting.add_metric([model.name], waits)
@@ -64,7 +72,7 @@ class PoolMemberMetrics(Collector):
                 usage.add_metric([model.name], kv.used_share)
                 cache.add_metric([model.name, str(kv.block_tokens), str(kv.pages), model.facts.kv_dtype], 1)
         adapters.add_metric(["0", "", ""], 1)
-        yield from (waiting, running, usage, cache, adapters)
+        yield from gauges
         for own, name in _SAME:
             for family in own.collect():
                 yield _renamed(family, name)

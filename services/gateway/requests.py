@@ -30,13 +30,16 @@ from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.services.gateway.accounting import Account
 from kvmesh.services.gateway.api_keys import ANYBODY, Tenant
 from kvmesh.services.gateway.attempts import AnswerAttempts
+from kvmesh.services.gateway.conductor import ConductorSilent
 from kvmesh.services.gateway.core import GatewayCore
 from kvmesh.services.gateway.generation import Generation, brief, refused
+from kvmesh.services.gateway.hold_gate import HeldTurn
 from kvmesh.services.gateway.migration import Migration
 from kvmesh.services.gateway.models import Model, ServedModelFacts
 from kvmesh.services.gateway.quota_book import QuotaGrant
 from kvmesh.services.gateway.quotas import QuotaStanding
 from kvmesh.services.gateway.recovery import Failure, RecoveryPatience
+from kvmesh.services.gateway.request_memory import REQUEST_BYTES, prompts_bytes
 from kvmesh.services.gateway.text.completion import Completion, Delta
 from kvmesh.services.gateway.text.prepare import Prepared
 from kvmesh.services.gateway.text.stops import StopMatcher, StopStrings
@@ -214,6 +217,7 @@ class Request:
         self._asks: RequestBuilder | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._left = 0
+        self._turns: dict[int, HeldTurn] = {}  # of answers that wait, or have waited, for an instance to be there
         self._led: set[int] = set()  # answers that were placed once, and have begun their siblings
         self.scores = 0  # log-probabilities of prompts that the client is told
         self._served_by: set[str] = set()  # addresses: who has spans of this request
@@ -242,6 +246,8 @@ class Request:
                 choice.migration.failed(str(err) if named else "")
         for task in self._tasks:
             task.cancel()
+        for turn in self._turns.values():
+            turn.leave()
         self.core.leave(self)
         if self._grant is not None:
             told = self.account.first_token_ns > 0
@@ -281,10 +287,11 @@ class Request:
         self._check_priority()
         model = self._model = core.models.find(wanted.model, self.tenant)
         self.account.served_model = model.name
-        facts = self._facts = model.require()
         core.quotas.check_early(self.tenant, wanted.choices)
         try:
             async with asyncio.timeout_at(self._deadline):
+                await self._hold(model)
+                facts = self._facts = model.require()
                 prepared = await core.prepare(wanted, model, facts, self.tenant)
                 await self._enter_quotas(sum(prompt.tokens for prompt in prepared))
         except TimeoutError:
@@ -305,6 +312,19 @@ class Request:
             self._spawn(choice, 0.0)  # its siblings follow once it is placed
         if core.config.token_timeout_s and self.patience.max_migrations:
             self._watch()
+
+    async def _hold(self, model: Model) -> None:
+        """Waits while no instance of the model is there, where the gateway holds requests, and for its turn then.
+        Raises Unavailable when there is no room to wait, or none has come in time."""
+        turn = self.core.holds.join(model.name, self.account.received_ns, self._held_bytes)
+        if turn is not None:
+            self._turns[0] = turn
+            await turn.wait()
+            self.account.held()
+
+    @property
+    def _held_bytes(self) -> int:
+        return REQUEST_BYTES + prompts_bytes(self.generation.prompts)
 
     def _check_scores(self, prepared: list[Prepared]) -> None:
         """Raises InvalidRequest for more log-probabilities of prompts than one request may ask for."""
@@ -537,7 +557,7 @@ class Request:
                 await self.core.pauses.wait(model, choice)
             elif delay_s:
                 await asyncio.sleep(delay_s)
-            placement = choice.placement = await self._placed(choice)
+            placement = choice.placement = await self._placed_in_turn(choice)
             self.core.pauses.passed(model)
         except KvmeshError as err:
             if choice.carried.answered or isinstance(err, Paused | WeightsChanged):
@@ -577,6 +597,49 @@ class Request:
             return ""
         name = first.placement.prefill.instance_id
         return name if name not in choice.avoid else ""
+
+    async def _placed_in_turn(self, choice: AnswerAttempts) -> conductor_pb2.Placement:
+        """Returns what `_placed` does. Where requests are held, an answer for which there is no instance any more, or
+        whose turn ended with a refusal, waits for the next turn. Raises the refusal, or Unavailable when none came in
+        time, or there is no room to wait."""
+        index = choice.index
+        if self.generation.is_batch and index in self._turns:
+            self._turns.pop(index).placed()  # its lane has a wait of its own, which would keep all others waiting
+        while True:
+            try:
+                placement = await self._placed(choice)
+                if index in self._turns:
+                    self._turns.pop(index).placed()
+                return placement
+            except BaseException as err:
+                if not self._waits_again(choice, err):
+                    if index in self._turns:
+                        self._turns.pop(index).leave()  # a pause, say, must not keep the others waiting
+                    raise
+            await self._turns[index].wait()
+
+    def _waits_again(self, choice: AnswerAttempts, err: BaseException) -> bool:
+        """Says whether an answer that was placed nowhere waits in the line of its model now."""
+        if not isinstance(err, Unavailable | Overloaded) or isinstance(err, Paused | WeightsChanged):
+            return False
+        if choice.carried.answered or self.core.stopping:
+            return False
+        turn = self._turns.get(choice.index)
+        if isinstance(err, Overloaded):  # as any other request that nobody held is refused
+            if turn is not None:
+                turn.refuse(err)
+            return turn is not None
+        if isinstance(err, ConductorSilent) and turn is None:
+            return False
+        self.core.catalog.poke()
+        if turn is not None:
+            turn.refuse(err)
+            return True
+        model, received_ns = self.account.served_model, self.account.received_ns
+        turn = self.core.holds.join(model, received_ns, self._held_bytes, refused=err)
+        if turn is not None:
+            self._turns[choice.index] = turn
+        return turn is not None
 
     async def _placed(self, choice: AnswerAttempts) -> conductor_pb2.Placement:
         """Returns where the answer's next attempt goes, its blocks named after the weights that are there. Raises
@@ -633,6 +696,8 @@ class Request:
 
     def _fail(self, err: KvmeshError) -> None:
         self._failure = self._failure or err
+        for turn in list(self._turns.values()):
+            turn.fail(err)
         self._wake()
 
     def _wake(self) -> None:

@@ -47,6 +47,7 @@ CASES: dict[str, Manifest | Path | None] = {
 CUSTOM = ("PodMonitor", "ScaledObject")  # kinds that are not Kubernetes' own
 KUBERNETES = ("1.29", "1.34")  # the chart's oldest, and a late one
 WANTED = "kvmesh_conductor_scale_wanted_count"
+HELD = "kvmesh_gateway_held_requests"
 
 
 @pytest.fixture(scope="session")
@@ -229,6 +230,43 @@ def test_autoscalers_ask_for_what_the_conductor_says(rendered: dict[str, list[Ma
         )
 
 
+@pytest.mark.parametrize("kind", ["keda", "hpa"])
+def test_to_zero_and_back(helm: Helm, kind: str) -> None:
+    zero = {"afterSeconds": 900, "holdRequests": 64, "holdSeconds": 240}
+    manifests = helm.manifests({"autoscaling": {"kind": kind, "zero": zero}, "decode": {"autoscale": {"min": 2}}})
+    scalers = of_kind(manifests, "HorizontalPodAutoscaler", "ScaledObject")
+    assert len(scalers) == 2
+    for one in scalers:
+        if kind == "hpa":
+            assert one["spec"]["minReplicas"] == 0
+            kubernetes_validate.validate(one, KUBERNETES[0], strict=True)
+            continue
+        assert (one["spec"]["minReplicaCount"], one["spec"]["cooldownPeriod"]) == (0, 300)
+        wanted, held = (trigger["metadata"] for trigger in one["spec"]["triggers"])
+        assert wanted["query"].startswith(f"max({WANTED}{{")
+        assert held["query"] == f'clamp_max(sum({HELD}{{model="demo"}}), 1)', "never one pod for each that waits"
+        assert {one.name for one in names.REGISTRIES["gateway"].collect()} >= {HELD}
+        assert all(each["threshold"] == "1" for each in (wanted, held))
+    told = environment(main_container(named(manifests, "Deployment", "chat-kvmesh-gateway")))
+    gateway: Any = load(config_class("gateway"), {}, toml=None, env={k: v for k, v in told.items() if "KVMESH_" in k})
+    assert (gateway.hold_requests, gateway.hold_ms) == (64, 240_000)
+    told = environment(main_container(named(manifests, "StatefulSet", "chat-kvmesh-conductor")))
+    conductor: Any = load(
+        config_class("conductor"),
+        {},
+        toml=None,
+        env={"KVMESH_SCALE_TO_ZERO_AFTER_S": told["KVMESH_SCALE_TO_ZERO_AFTER_S"]},
+    )
+    assert conductor.scale_to_zero_after_s == 900
+
+
+def test_by_default_nothing_goes_to_zero(rendered: dict[str, list[Manifest]]) -> None:
+    for one in of_kind(rendered["gpu"], "ScaledObject"):
+        assert one["spec"]["minReplicaCount"] == 2 and len(one["spec"]["triggers"]) == 1
+    told = environment(main_container(named(rendered["gpu"], "Deployment", "chat-kvmesh-gateway")))
+    assert "KVMESH_HOLD_REQUESTS" not in told
+
+
 def test_no_more_is_open_than_must_be(rendered: dict[str, list[Manifest]]) -> None:
     manifests = rendered["on_nodes"]
     policies = of_kind(manifests, "NetworkPolicy")
@@ -253,6 +291,7 @@ def test_no_more_is_open_than_must_be(rendered: dict[str, list[Manifest]]) -> No
         "prefill.resources.limits.memory=4gib",
         "conductor.replicas=0",
         "autoscaling.kind=vpa",
+        "autoscaling.zero.holdRequests=0",
         "redis.url=localhost:6379",
         "decode.config.port=7021",
         "decode.config.max-running=64",
@@ -278,6 +317,7 @@ def test_a_slip_in_the_values_is_refused(helm: Helm, slip: str) -> None:
         ({"decode": {"mesh": "dcp=2,tp=2", "rankHosts": 3}}, "4 pods do not have equal parts of 2 ranks"),
         ({"decode": {"mesh": "tp=2", "rankHosts": 1, "ssd": {"capacityMb": 1}}}, "decode: ssd.capacityMb"),
         ({"tls": {"secretName": "x"}, "decode": {"mesh": "tp=2", "rankHosts": 1}}, "decode: rankNetwork: with TLS"),
+        ({"autoscaling": {"zero": {"afterSeconds": 60}}}, "autoscaling.zero.afterSeconds: nothing would"),
         ({"model": {"source": "pvc"}}, "model.claim"),
         ({"model": {"source": "hostPath"}}, "model.hostPath"),
         (

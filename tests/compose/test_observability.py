@@ -82,6 +82,9 @@ def test_alerts_name_what_there_is() -> None:
         ("sum(kvmesh_gateway_ready_bool)", "kvmesh_gateway_ready_bool is not of our job"),
         ('sum(kvmesh_gateway_ready_bool{job="kvmesh",model="a"})', "kvmesh_gateway_ready_bool has no label model"),
         ('sum by (tier) (kvmesh_gateway_ready_bool{job="kvmesh"})', "grouped by tier"),
+        ('sum(vllm:num_requests_swapped{job="kvmesh"})', "there is no vllm:num_requests_swapped"),
+        ('sum by (model) (vllm:num_requests_waiting{job="kvmesh"})', "grouped by model"),
+        ('rate(vllm:num_requests_waiting{job="kvmesh"}[1m])', "vllm:num_requests_waiting is a gauge"),
         (
             'histogram_quantile(0.5, sum(rate(kvmesh_gateway_ttft_seconds_bucket{job="kvmesh"}[1m])))',
             "a quantile without le",

@@ -236,6 +236,10 @@ async def test_the_load_of_stores_is_told(mesh: Mesh) -> None:
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
 
 
+def holding(*models: str) -> conductor_pb2.ListModelsRequest:
+    return conductor_pb2.ListModelsRequest(held=[conductor_pb2.HeldRequests(model=m, requests=1) for m in models])
+
+
 async def test_hostile_callers_break_nothing(mesh: Mesh) -> None:
     sample = conductor_pb2.PrefillSample(request_id="r", computed_tokens=9, duration_us=9, pull_bytes=9, pull_us=9)
     report = beat("p0", seq=2)
@@ -246,7 +250,7 @@ async def test_hostile_callers_break_nothing(mesh: Mesh) -> None:
         "Register": registering("p7"),
         "Heartbeat": report,
         "Schedule": scheduling(PROMPT, block_keys=KEYS, avoid_instance_ids=["p9"]),
-        "ListModels": conductor_pb2.ListModelsRequest(),
+        "ListModels": holding("demo"),
         "GetStatus": conductor_pb2.GetConductorStatusRequest(),
         "Explain": conductor_pb2.ExplainRequest(request_id="r"),
         "Cordon": conductor_pb2.CordonRequest(instance_id="r"),
@@ -270,6 +274,9 @@ async def test_hostile_callers_break_nothing(mesh: Mesh) -> None:
                 hostile.Case("Schedule", scheduling(0), "INVALID_ARGUMENT", "prompt_tokens"),
                 hostile.Case("Schedule", scheduling(request_id=""), "INVALID_ARGUMENT", "request_id"),
                 hostile.Case("Schedule", scheduling(2**32 - 1), "INVALID_ARGUMENT", "prompt_tokens"),
+                hostile.Case("ListModels", holding(*[f"m{n}" for n in range(65)]), "INVALID_ARGUMENT", "held"),
+                hostile.Case("ListModels", holding(""), "INVALID_ARGUMENT", "held.model"),
+                hostile.Case("ListModels", holding("m" * 257), "INVALID_ARGUMENT", "held.model"),
                 hostile.Case("Heartbeat", beat("p0", 99), "NOT_FOUND"),
                 hostile.Case("Register", registering("p7", 0), "INVALID_ARGUMENT", "instance.incarnation"),
                 hostile.Case("Explain", conductor_pb2.ExplainRequest(request_id="?"), "NOT_FOUND", "request_id"),

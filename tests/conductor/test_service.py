@@ -148,6 +148,20 @@ async def test_a_request_is_placed_on_the_registered_pair(mesh: Mesh) -> None:
     assert list(models.models) == [CARD]
 
 
+async def test_what_a_gateway_holds_is_wanted() -> None:
+    """Of a model that no instance has ever registered, by the conductor that leads: here it is alone."""
+    held = conductor_pb2.ListModelsRequest(held=[conductor_pb2.HeldRequests(model="demo", requests=3)])
+    async with meshed(balance_window_ms=100) as mesh:
+
+        async def wanted() -> bool:
+            assert not (await mesh.conductor.ListModels(held, timeout=TIMEOUT)).models
+            told = await mesh.conductor.GetScaleHints(conductor_pb2.GetScaleHintsRequest(), timeout=TIMEOUT)
+            hints = {common_pb2.Role.Name(one.role): (one.instances, one.change) for one in told.hints}
+            return hints == dict.fromkeys(("ROLE_PREFILL", "ROLE_DECODE", "ROLE_BOTH"), (0, 1))
+
+        await until(wanted)
+
+
 async def test_every_refusal_has_its_name(mesh: Mesh) -> None:
     assert isinstance(await mesh.refused(), Unavailable)
     await mesh.add("p0")

@@ -21,7 +21,8 @@ from kvmesh.services.conductor.balance.roles import Roles
 from kvmesh.services.conductor.balance.scale import Hint as Hint
 from kvmesh.services.conductor.balance.scale import Scale
 from kvmesh.services.conductor.balance.tally import Tally
-from kvmesh.services.conductor.domain import Action, OrderEnded, Schedule
+from kvmesh.services.conductor.balance.uses import ModelUses
+from kvmesh.services.conductor.domain import Action, OrderEnded, RequestsHeld, Schedule
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.fleet.walk import Pace, Walk
 from kvmesh.services.conductor.placing.placement import PlacementChoice
@@ -48,7 +49,16 @@ class Balance:
         self._demands = Demands(settings)
         self._replication = Replication(settings.balance, lambda: next(numbers))
         self._roles = Roles(settings.balance, lambda: next(numbers))
+        self._uses = ModelUses()
         self._scale = Scale(settings.balance)
+
+    def wanted(self, model: str, now: float) -> None:
+        """Notes that somebody wants a model that is served here, or was."""
+        self._uses.used(model, now)
+
+    def held(self, event: RequestsHeld, now: float) -> None:
+        """Notes what a gateway holds while no instance is there."""
+        self._uses.held(event.requests, now)
 
     def asked(self, request: Schedule, now: float) -> None:
         """Notes a request for a model that is served here, which more instances might have served."""
@@ -65,6 +75,7 @@ class Balance:
     def computed_elsewhere(self, instance: Instance, seconds: float, now: float) -> None:
         """Notes that the instance has computed a prompt that another conductor placed; `seconds` is the prediction for
         that prompt alone."""
+        self._uses.used(instance.model.name, now)
         self._demands.computed_elsewhere(instance.model.name, seconds / instance.queue.speedup, now)
 
     def ended(self, event: OrderEnded, now: float) -> None:
@@ -113,7 +124,8 @@ class Balance:
     def _judge(self, now: float, *, leads: bool) -> Sequence[Action]:
         tallies, self._tallies = self._tallies, {}
         demands = self._demands.look(tallies, now)
-        self._scale.look(tallies, demands, now)
+        self._uses.look(tallies, now)
+        self._scale.look(tallies, demands, self._uses, now)
         return self._roles.look(tallies, demands, now) if leads and self._settings.switch_roles else ()
 
     @property

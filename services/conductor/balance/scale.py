@@ -5,16 +5,22 @@ with it passes HIGH (or ABOVE times the target), fewer when with one less it has
 on end. So noise around any level changes nothing, and nothing is taken back before a while of calm. Coupled instances
 carry their share of both demands (demand.py) and are a pool of their own here. Where roles are switched, add the
 changes of all pools up.
+
+Where a model may scale to zero (`zero_after_s`), none is wanted once nobody has wanted it for so long (uses.py), and
+whatever was wanted before, one at least, as soon as somebody does: also of a model that has no instance, whose gateways
+hold requests. Of a model that was never served here the roles of its instances are not known: one of each is wanted,
+and each pool that the mesh has takes its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmesh.services.conductor.balance.demand import Demand
 from kvmesh.services.conductor.balance.tally import MIXED, Tally, TallyCounts
+from kvmesh.services.conductor.balance.uses import ModelUse, ModelUses
 from kvmesh.services.conductor.domain import Role
 from kvmesh.services.conductor.settings import BalanceSettings
 
@@ -22,6 +28,8 @@ HIGH = 0.9  # at most, and ABOVE the target
 ABOVE, BELOW = 1.2, 0.9
 CALM = 6.0
 MAX_WANTED = 4096
+HELD_S = 5.0  # gateways tell each second what they hold
+LATELY_S = 60.0  # a model without instances is wanted for so long after its last use, where it does not scale to zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +58,58 @@ class Scale:
         self._high = min(HIGH, ABOVE * settings.target_load)
         self._calm_s = CALM * settings.window_s
         self._window_s = settings.window_s
+        self._zero_after_s = settings.zero_after_s
         self._pools: dict[tuple[str, Role], _Pool] = {}
+        self._roles: dict[str, tuple[Role, ...]] = {}  # of the pools that a model has, or had
         self.hints: tuple[Hint, ...] = ()
 
-    def look(self, tallies: Mapping[str, Tally], demands: Mapping[str, tuple[Demand, float]], now: float) -> None:
+    def look(
+        self,
+        tallies: Mapping[str, Tally],
+        demands: Mapping[str, tuple[Demand, float]],
+        uses: ModelUses,
+        now: float,
+    ) -> None:
         """Updates `hints`."""
-        self._pools = {key: pool for key, pool in self._pools.items() if key[0] in tallies}
-        self.hints = tuple(
-            hint
-            for name, tally in tallies.items()
-            for hint in self._model(name, tally, *demands.get(name, (Demand(), 0.0)), now)
-        )
+        absent = {model: use for model, use in uses.absent.items() if model not in tallies}
+        self._pools = {key: pool for key, pool in self._pools.items() if key[0] in tallies or key[0] in absent}
+        self._roles = {model: roles for model, roles in self._roles.items() if model in tallies or model in absent}
+        hints = list[Hint]()
+        for name, tally in tallies.items():
+            found = self._model(name, tally, *demands.get(name, (Demand(), 0.0)), now)
+            self._roles[name] = tuple(hint.role for hint in found)
+            use = uses.of(name)
+            if self._zero_after_s and use is not None and use.idle_s(now) >= self._zero_after_s:
+                found = [self._no_more(hint, use, now) for hint in found]
+            hints += found
+        for name, use in absent.items():
+            hints += self._absent(name, use, now)
+        self.hints = tuple(hints)
+
+    def _no_more(self, hint: Hint, use: ModelUse, now: float) -> Hint:
+        self._pools.pop((hint.model, hint.role), None)
+        why = f"nobody has wanted it for {use.idle_s(now):.0f} s; scale_to_zero_after_s={self._zero_after_s:g}"
+        return replace(hint, change=-hint.instances, reason=why)
+
+    def _absent(self, name: str, use: ModelUse, now: float) -> list[Hint]:
+        """Returns what is wanted of a model of which no instance may get work."""
+        roles, idle_s = self._roles.get(name, ()), use.idle_s(now)
+        if idle_s >= (self._zero_after_s or LATELY_S):
+            why = f"no instance is there, and nobody has wanted one for {idle_s:.0f} s"
+            for role in roles:
+                self._pools.pop((name, role), None)
+            return [Hint(name, role, 0, 0, 0.0, why) for role in roles] if self._zero_after_s else []
+        if not roles and now - use.since < self._window_s:
+            return []  # this conductor may have started just now, and its instances may be about to register
+        if now - use.held_at <= HELD_S:
+            why = f"no instance is there, and a gateway holds requests for one ({use.held})"
+        else:
+            why = f"no instance is there, and one was wanted {idle_s:.0f} s ago"
+        hints = []
+        for role in roles or (Role.PREFILL, Role.DECODE, Role.BOTH):
+            pool = self._pools.get((name, role))
+            hints.append(Hint(name, role, 0, pool.wanted if pool is not None else 1, math.inf, why))
+        return hints
 
     def _model(self, name: str, tally: Tally, demand: Demand, watched_s: float, now: float) -> list[Hint]:
         hints = []
@@ -68,7 +117,8 @@ class Scale:
             # An autoscaler starts and stops whole instances, with all their places.
             there, carried = round(places / tally.places(role)), share / tally.places(role)
             if watched_s < self._window_s:
-                hints.append(Hint(name, role, there, 0, load, "not watched for long enough"))
+                # Of none nothing could ever be watched.
+                hints.append(Hint(name, role, there, 0 if there else 1, load, "not watched for long enough"))
                 continue
             wanted = self._wanted((name, role), there, carried, now)
             hints.append(Hint(name, role, there, wanted - there, load, self._why(carried, wanted, there)))

@@ -92,6 +92,11 @@ class Tally:
         return self.count[role] / len(instances) if instances else 1.0
 
     @property
+    def is_busy(self) -> bool:
+        """Whether any of the instances has a request, or is expected to have one."""
+        return bool(self._running or self._present or self._computing)
+
+    @property
     def rows(self) -> int:
         """The number of requests whose prompt is computed and whose answer is not over; decode also reports those that
         it waits for."""

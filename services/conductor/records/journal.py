@@ -48,6 +48,7 @@ _EVENTS: dict[str, type[Any]] = {
         domain.Cordon,
         domain.Lead,
         domain.OrderEnded,
+        domain.RequestsHeld,
         CaughtUp,
         Tick,
     )

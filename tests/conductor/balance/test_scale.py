@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import random
 from typing import Any
 
@@ -10,14 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.clock import Tick
 from kvmesh.errors import ConfigError
 from kvmesh.services.conductor import mapping
 from kvmesh.services.conductor.balance.demand import Demand, Demands
 from kvmesh.services.conductor.balance.gauges import MAX_LOAD, ScaleGauges
 from kvmesh.services.conductor.balance.scale import CALM, Hint, Scale
 from kvmesh.services.conductor.balance.tally import MIXED
+from kvmesh.services.conductor.balance.uses import MAX_MODELS, ModelUses
 from kvmesh.services.conductor.config import ConductorConfig
-from kvmesh.services.conductor.domain import Action, Event, Lane, Load, Role, Schedule
+from kvmesh.services.conductor.domain import Action, Event, Lane, Load, Refuse, RequestsHeld, Role, Schedule
 from kvmesh.services.conductor.fleet.instance import Instance
 from kvmesh.services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
 from kvmesh.telemetry import names
@@ -30,8 +34,9 @@ SETTINGS = BalanceSettings(window_s=2.0, target_load=0.7)
 
 
 class Pools:
-    def __init__(self, *roles: Role) -> None:
-        self.scale = Scale(SETTINGS)
+    def __init__(self, *roles: Role, **settings: Any) -> None:
+        self.scale = Scale(dataclasses.replace(SETTINGS, **settings))
+        self.uses = ModelUses()
         self.now = 0.0
         self.have(*roles)
 
@@ -40,7 +45,9 @@ class Pools:
 
     def look(self, demand: Demand, seconds: float = 1.0, watched_s: float = 60.0) -> dict[Role, int]:
         self.now += seconds
-        self.scale.look({"demo": tallied(self.fleet, self.now)}, {"demo": (demand, watched_s)}, self.now)
+        tallies = {"demo": tallied(self.fleet, self.now)} if self.fleet else {}
+        self.uses.look(tallies, self.now)
+        self.scale.look(tallies, {"demo": (demand, watched_s)} if self.fleet else {}, self.uses, self.now)
         return {hint.role: hint.change for hint in self.scale.hints}
 
 
@@ -236,6 +243,127 @@ def test_a_reason_says_what_is_wanted_and_why_that_many(history: tuple[float, ..
 def test_a_target_that_cannot_be(target: float) -> None:
     with pytest.raises(ConfigError, match=f"scale_target={target}: must be at least 0.05, at most 1"):
         ConductorConfig(scale_target=target)
+
+
+# ── to zero and back ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_nobody_wants_it_for_long_enough_and_then_somebody_does() -> None:
+    pools = Pools(P, D, zero_after_s=100.0)
+    assert pools.look(Demand(), seconds=0.0) == {P: 0, D: 0}
+    assert pools.look(Demand(), seconds=99.9) == {P: 0, D: 0}
+    assert pools.look(Demand(), seconds=0.1) == {P: -1, D: -1}
+    assert pools.scale.hints[0].reason == "nobody has wanted it for 100 s; scale_to_zero_after_s=100"
+    pools.have()
+    assert pools.look(Demand()) == {P: 0, D: 0}, "a wish of none is told, not silence"
+    assert [hint.instances for hint in pools.scale.hints] == [0, 0]
+    pools.uses.held([("demo", 3)], pools.now)
+    assert pools.look(Demand(), seconds=0.0) == {P: 1, D: 1}
+    assert pools.scale.hints[0].reason == "no instance is there, and a gateway holds requests for one (3)"
+    assert pools.look(Demand(), seconds=99.0) == {P: 1, D: 1}, "it may take so long to start"
+    assert pools.look(Demand(), seconds=1.0) == {P: 0, D: 0}
+    pools.uses.used("demo", pools.now)
+    assert pools.look(Demand(), seconds=1.0) == {P: 1, D: 1}
+    pools.have(P)
+    assert pools.look(Demand(), watched_s=0.0) == {P: 0, D: 1}, "the other one is still starting"
+    pools.have(P, D)
+    assert pools.look(Demand(), seconds=99.0, watched_s=0.0) == {P: 0, D: 0}
+    assert pools.look(Demand(), seconds=99.0) == {P: 0, D: 0}, "it has come only now"
+    assert pools.look(Demand(), seconds=1.0) == {P: -1, D: -1}
+
+
+def test_what_was_wanted_before_it_broke_is_wanted_again() -> None:
+    pools = Pools(P, D)
+    pools.look(Demand(3.1, 0.4))
+    pools.have()
+    assert pools.look(Demand()) == {P: 5, D: 1}
+    assert pools.look(Demand(), seconds=100.0) == {}, "without the setting nothing is said of what nobody wants"
+
+
+def test_an_instance_with_a_request_is_not_idle() -> None:
+    pools = Pools(P, D, zero_after_s=10.0)
+    pools.fleet[1].load = Load(running_requests=1, context_tokens=100)
+    for _ in range(5):
+        assert pools.look(Demand(), seconds=6.0) == {P: 0, D: 0}
+    pools.fleet[1].load = Load()
+    assert pools.look(Demand(), seconds=10.0) == {P: -1, D: -1}
+
+
+def test_of_a_model_that_was_never_here_each_pool_takes_one() -> None:
+    """Once its instances have had the time to register with a conductor that has just started."""
+    pools = Pools()
+    pools.uses.held([("demo", 1)], pools.now)
+    assert pools.look(Demand(), seconds=1.0) == {}
+    pools.uses.held([("demo", 1)], pools.now)
+    assert pools.look(Demand(), seconds=1.0) == {P: 1, D: 1, B: 1}
+
+
+def test_strangers_names_take_no_more_room_than_there_is() -> None:
+    uses = ModelUses()
+    uses.look({"demo": tallied([instance("p", P)], 0.0)}, 0.0)
+    uses.held([(f"m{n}", 1) for n in range(2 * MAX_MODELS)], 1.0)
+    assert len(uses.absent) == MAX_MODELS - 1 and uses.of("demo") is not None
+    assert uses.of(f"m{2 * MAX_MODELS - 1}") is not None
+
+
+@given(
+    happens=st.lists(
+        st.tuples(st.sampled_from(("look", "asked", "held", "start", "stop")), st.floats(0.0, 60.0)), max_size=30
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_none_is_wanted_exactly_when_nobody_has_wanted_it_for_so_long(happens: list[tuple[str, float]]) -> None:
+    pools, known, used = Pools(zero_after_s=100.0), False, -math.inf
+    for what, seconds in happens:
+        pools.now += seconds
+        if what == "asked" and known:  # the conductor counts models that it has seen
+            pools.uses.used("demo", pools.now)
+            used = pools.now
+        if what == "held":
+            pools.uses.held([("demo", 1)], pools.now)
+            used, known = pools.now, True
+        if what == "start" and not pools.fleet:
+            pools.have(P, D)
+            used, known = pools.now, True
+        if what == "stop":
+            pools.have()
+        changes = pools.look(Demand(), seconds=0.0)
+        wanted = {role: len([i for i in pools.fleet if i.role is role]) + change for role, change in changes.items()}
+        if pools.now - used >= 100.0:
+            assert not any(wanted.values())
+        elif wanted:
+            assert all(wanted.values()), (wanted, pools.now - used)
+        else:
+            assert not pools.fleet, "of none that was never here, for a moment"
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_an_idle_time_that_cannot_be(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="scale_to_zero_after_s"):
+        ConductorConfig(scale_to_zero_after_s=seconds)
+
+
+def test_the_brain_goes_by_what_gateways_hold_and_by_requests_that_it_refuses() -> None:
+    balance = BalanceSettings(window_s=1.0, replicate=False, zero_after_s=30.0)
+    brain = Brain(balance=balance)
+
+    def wants(seconds: float, *, beats: bool = False) -> dict[Role, int]:
+        for _ in range(round(seconds / 0.5)):
+            brain.now += 0.5
+            if beats:
+                brain.beat_all()
+            brain.step(Tick())
+        return {hint.role: hint.instances + hint.change for hint in brain.state.hints(brain.now)}
+
+    brain.pair()
+    assert wants(29, beats=True) == {P: 1, D: 1}
+    assert wants(2, beats=True) == {P: 0, D: 0}
+    assert wants(70) == {P: 0, D: 0}, "they have gone"
+    brain.step(RequestsHeld((("demo", 2),)))
+    assert wants(1) == {P: 1, D: 1}
+    assert wants(30) == {P: 0, D: 0}
+    assert isinstance(brain.schedule(), Refuse)
+    assert wants(1) == {P: 1, D: 1}
 
 
 # ── how it is shown ───────────────────────────────────────────────────────────────────────────────

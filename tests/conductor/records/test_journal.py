@@ -25,12 +25,13 @@ from kvmesh.services.conductor.domain import (
     Outcome,
     Placed,
     RequestOutcome,
+    RequestsHeld,
     Role,
     Schedule,
 )
 from kvmesh.services.conductor.policies.registry import BUILT_IN
-from kvmesh.services.conductor.records.journal import Header, Recorder
-from kvmesh.services.conductor.settings import Settings
+from kvmesh.services.conductor.records.journal import Header, Recorder, line_of
+from kvmesh.services.conductor.settings import BalanceSettings, Settings
 from kvmesh.sim.fitting import decisions
 from tests.support.conductor.brain import Brain, chain, reset
 
@@ -162,6 +163,16 @@ def test_outcomes_stand_in_the_log_once_more() -> None:
     brain.beat("d0", outcomes=(RequestOutcome("r1", 0, Outcome.DONE, output_tokens=9),))
     outcomes = [json.loads(raw) for raw in lines.lines if b'"kind":"outcome"' in raw]
     assert [(o["request_id"], o["outcome"], o["output_tokens"]) for o in outcomes] == [("r1", "done", 9)]
+
+
+def test_what_gateways_hold_is_heard_again() -> None:
+    lines = Lines()
+    brain = recorded(lines, balance=BalanceSettings(window_s=1.0, replicate=False))
+    held = RequestsHeld((("demo", 3), ("other", 1)))
+    brain.step(held)
+    found = [line_of(raw, number) for number, raw in enumerate(lines.lines[1:], 2)]
+    assert [one.event for one in found if one is not None] == [held]
+    assert decisions.replay(lines.lines).different == 0
 
 
 def test_a_full_log_says_so_and_the_brain_goes_on() -> None:

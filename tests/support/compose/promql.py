@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from prometheus_client.metrics import MetricWrapperBase
 
 from kvmesh import errors
+from kvmesh.services.gateway.pool_member import pool_member_families
 from kvmesh.telemetry import names
 
 PROMETHEUS_OWN = {"up": "gauge", "process_cpu_seconds_total": "counter", "process_resident_memory_bytes": "gauge"}
@@ -33,6 +34,7 @@ def known() -> dict[str, Series]:
     metrics = [one for one in vars(names).values() if isinstance(one, MetricWrapperBase)]
     told = [(one._name, one._type, one._labelnames) for one in (*metrics, *names.BUILD_INFO.values())]
     told += [(one.name, one.kind, one.labels) for one in (*names.NODE_TRANSFER_FAMILIES, *names.NODE_EXPERT_FAMILIES)]
+    told += pool_member_families()
     for name, kind, labels in told:
         for suffix in SUFFIXES[kind]:
             extra = {"le"} if suffix == "_bucket" else set()
@@ -41,10 +43,10 @@ def known() -> dict[str, Series]:
 
 
 _STRING = re.compile(r'"[^"]*"')
-_NAME = re.compile(r"\b(kvmesh_\w+|process_\w+|up)\b")
-_SELECTED = re.compile(r"([a-z]\w+)\{([^}]*)\}")
+_NAME = re.compile(r"\b(kvmesh_\w+|vllm:\w+|process_\w+|up)\b")
+_SELECTED = re.compile(r"([a-z][\w:]+)\{([^}]*)\}")
 _GROUPED = re.compile(r"\b(?:by|without) \(([^)]*)\)")
-_RATED = re.compile(r"\b(?:rate|increase)\((\w+)\{")
+_RATED = re.compile(r"\b(?:rate|increase)\(([\w:]+)\{")
 _EVER = re.compile(r"max by \([^)]*\) \((\w+)\{[^}]*\}\) > 0")  # whether this process has counted it since it started
 
 

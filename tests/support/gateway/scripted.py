@@ -51,6 +51,8 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
         )
         self.also: dict[str, bool] = {}
         """Further models on the same instances → ready."""
+        self.held: dict[str, int] = {}
+        """As the last caller of ListModels told."""
         self.stopped = False
         self.registered = True
         self.ready = True
@@ -86,6 +88,7 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
     async def ListModels(  # noqa: N802
         self, request: conductor_pb2.ListModelsRequest, context: Any
     ) -> conductor_pb2.ListModelsResponse:
+        self.held = {one.model: one.requests for one in request.held}
         cards = [self.card] if self.registered else []
         for name in self.also:
             cards.append(pb.ModelCard())
