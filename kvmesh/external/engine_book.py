@@ -56,7 +56,7 @@ class EngineBook:
         self._prefills: deque[pb.PrefillSample] = deque(maxlen=MAX_TOLD)
         self._finished: deque[str] = deque(maxlen=MAX_TOLD)
         self._outcomes: deque[pb.RequestOutcome] = deque(maxlen=MAX_TOLD)
-        self._gap_ns = self._gap_tokens = 0
+        self._gaps: deque[tuple[int, int]] = deque(maxlen=MAX_GAPS)  # (ns, tokens), since the last sample
         self._prompt_tokens = self._hit_tokens = 0
 
     @property
@@ -99,8 +99,7 @@ class EngineBook:
             request.gaps_ns.extend([gap] * count)
             del request.gaps_ns[:-MAX_GAPS]
             if not self._waiting:
-                self._gap_ns += gap * count
-                self._gap_tokens += count
+                self._gaps.append((gap, count))
         request.last_ns = now
         request.made += count
 
@@ -173,13 +172,14 @@ class EngineBook:
         load.free_pages = self.free_blocks(capacity)
         load.store_blocks, load.store_capacity = believed, capacity
         load.prompt_tokens, load.device_hit_tokens = self._prompt_tokens, self._hit_tokens
-        if self._gap_tokens >= FEWEST_TOKENS and load.running_requests:
+        if sum(count for _, count in self._gaps) >= FEWEST_TOKENS and load.running_requests:
+            # The median: one hiccup of a network or a busy machine is no step of the engine.
+            each = sorted(gap for gap, count in self._gaps for _ in range(count))
+            took_us = max(1, each[len(each) // 2] // 1000)
             beat.decode_samples.add(
-                batch=load.running_requests,
-                context_tokens=load.context_tokens,
-                duration_us=max(1, self._gap_ns // self._gap_tokens // 1000),
+                batch=load.running_requests, context_tokens=load.context_tokens, duration_us=took_us
             )
-            self._gap_ns = self._gap_tokens = 0
+            self._gaps.clear()
         beat.prefill_samples.extend(self._prefills)
         beat.finished_request_ids.extend(self._finished)
         beat.outcomes.extend(self._outcomes)
