@@ -62,7 +62,7 @@ def checked_url(url: str, field: str) -> str:
             why = "must have a port in 1..65535"
     except ValueError as err:
         why = str(err)
-    if len(url) > MAX_URL or not url.isprintable() or " " in url:
+    if not why and (len(url) > MAX_URL or not url.isprintable() or " " in url):
         why = f"must have at most {MAX_URL} printable characters, without spaces"
     if why:
         shown = url if len(url) <= 80 else url[:77] + "..."

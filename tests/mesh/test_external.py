@@ -217,7 +217,7 @@ async def test_the_conductor_tells_what_it_knows_and_sends_prompts_back(mesh: Ot
 async def test_an_answer_goes_on_at_another_engine(mesh: Others, sig: signal.Signals) -> None:
     """With the same tokens: a frozen engine is found out by its silence."""
     lost, others = ENGINES[0], ENGINES[1:]
-    asked = {"max_tokens": 1_500, "ignore_eos": True}
+    asked = {"max_tokens": 160, "ignore_eos": True}
     whole = asyncio.create_task(mesh.ids(MODEL, **asked))
     await mesh.running.cordon(*others)
     async with mesh.streamed(OTHERS, **asked) as answer:
@@ -241,7 +241,7 @@ async def test_an_answer_goes_on_at_another_engine(mesh: Others, sig: signal.Sig
 
 async def test_endpoints_join_and_leave_while_they_work(mesh: Others) -> None:
     leaves, stays = ENGINES[2], ENGINES[:2]
-    asked = {"max_tokens": 600, "ignore_eos": True}
+    asked = {"max_tokens": 160, "ignore_eos": True}
     await mesh.running.cordon(*stays)
     async with mesh.streamed(OTHERS, **asked) as answer:
         assert await anext(answer.ids)
@@ -251,7 +251,7 @@ async def test_endpoints_join_and_leave_while_they_work(mesh: Others) -> None:
         assert "leaving" in (await mesh.told())[leaves].not_ready_reason
         async for _ in answer.ids:
             pass
-    assert len(answer.told) == 600
+    assert len(answer.told) == 160
     [choice] = answer.stages["choices"]
     assert choice["migrations"] == 0 and choice["decode_instance"] == leaves  # it was left to its end
     mesh.file.write_text('{"endpoints": ["not a url"]}')
