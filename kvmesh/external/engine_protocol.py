@@ -125,17 +125,19 @@ class EventLines:
     def __init__(self, most: int = MAX_EVENT_BYTES) -> None:
         self._most = most
         self._rest = bytearray()
+        self._seen = 0  # of it, in which no line ends
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yields the data of every event line that is complete now. Raises BodyTooLarge for a longer one."""
         self._rest += data
         first = 0
-        while (end := self._rest.find(b"\n", first)) >= 0:
+        while (end := self._rest.find(b"\n", max(first, self._seen))) >= 0:
             line = bytes(self._rest[first:end]).rstrip(b"\r")
             first = end + 1
             if line.startswith(b"data:"):
                 yield line[5:].strip()
         del self._rest[:first]
+        self._seen = len(self._rest)
         if len(self._rest) > self._most:
             raise BodyTooLarge(f"the engine sent an event of more than {self._most} bytes")
 

@@ -367,12 +367,12 @@ class _Answer:
                 raise Unavailable(
                     f"the engine ended the answer after {self.request.made} tokens without a finish_reason"
                 )
+            if chunk.token_ids and not self._slot.may_send:
+                await self._slot.allowed()
             self._take(chunk)
             finish = finish or chunk.finish
             if finish and finish not in _FINISHES:
                 raise Unavailable(f"the engine ended the answer with finish_reason={finish[:40]!r}")
-            if not self._slot.may_send:
-                await self._slot.allowed()
 
     def _take(self, chunk: EngineChunk) -> None:
         request, ids = self.request, chunk.token_ids

@@ -152,7 +152,8 @@ def test_scores_that_are_none_are_no_answer(scores: Any) -> None:
     ("status", "kind", "again"),
     [
         (400, InvalidRequest, False), (422, InvalidRequest, False), (413, InvalidRequest, False),
-        (401, Unavailable, True), (404, Unavailable, True), (429, Overloaded, True), (500, Unavailable, True), (503, Unavailable, True),
+        (401, Unavailable, True), (404, Unavailable, True), (429, Overloaded, True), (500, Unavailable, True),
+        (503, Unavailable, True),
     ],
 )  # fmt: skip
 def test_statuses_have_names(status: int, kind: type[KvmeshError], again: bool) -> None:

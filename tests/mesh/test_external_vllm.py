@@ -39,8 +39,18 @@ PROMPT = [5 + (i * i * 31 + i * 17) % 1900 for i in range(100)]
 @contextlib.contextmanager
 def vllm(model: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """One vLLM server, in a process group of its own that ends with it."""
-    argv = [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port), "--host", "127.0.0.1"]
-    argv += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--max-num-seqs", "4"]
+    argv = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    argv += [
+        "--host",
+        "127.0.0.1",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "1024",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "4",
+    ]
     argv += ["--served-model-name", MODEL, "--enable-prompt-tokens-details"]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     env.pop("PYTHONPATH", None)
@@ -80,6 +90,8 @@ async def engines(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
                     return False
 
                 await until(up, url, START_S)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.delenv("KVMESH_VLLM_PYTHON")  # no setting of any service
         slo = {"conductor": {"slo_ttft_ms": 60_000, "slo_tbt_ms": 60_000}}
         async with (
             running_mesh(demo_path, folder / "run", prefill=0, decode=0, external=tuple(urls), flags=slo) as running,
