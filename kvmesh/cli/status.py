@@ -317,6 +317,9 @@ def _role(one: dict[str, Any]) -> str:
 
 def _notes(one: dict[str, Any], pools: dict[str, Any]) -> str:
     notes = [one["not_ready_reason"], pools.get("error", "")]
+    if one.get("http_url"):
+        knowledge = str(one.get("knowledge", "")).removeprefix("BLOCK_KNOWLEDGE_").lower()
+        notes.append(f"external: {one['http_url']}, blocks {knowledge}")
     counted = (("handoffs", "handoff"), ("quarantined", "quarantined extent"))
     notes += [count(pools[key], word) for key, word in counted if pools.get(key)]
     return ", ".join(note for note in notes if note)

@@ -1,0 +1,291 @@
+"""A service of external instances between a real conductor, a real session and an engine that misbehaves by script."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmesh.errors import DeadlinePassed, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
+from kvmesh.external import main
+from kvmesh.external.config import ExternalConfig
+from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
+from kvmesh.rpc.channels import connect
+from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, decode_pb2
+from kvmesh.services.conductor import main as conductor
+from kvmesh.services.conductor.config import ConductorConfig
+from kvmesh.services.gateway.sessions import Sessions
+from kvmesh.services.gateway.text.completion import Alternatives
+from tests.support.services import Running, running, until
+
+pytestmark = pytest.mark.timeout(120)
+
+MODEL, BLOCK = "m", 4
+PROMPT = list(range(10, 20))
+
+
+def event(*ids: int, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "token_ids": list(ids), "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+WHOLE = [event(1), event(2, 3), event(finish="length"), DONE]
+
+
+@dataclass
+class ScriptedEngine:
+    """An HTTP server that answers what it is told to. `pieces` are written one by one; then, unless it `hangs`, the
+    connection is closed. `silent`: nothing is answered at all."""
+
+    pieces: Sequence[bytes] = field(default_factory=lambda: WHOLE)
+    status: int = 200
+    hangs: bool = False
+    silent: bool = False
+    generates: bool = True
+    blocks: int = 64
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            verb, path = head.split()[:2]
+            sizes = [
+                int(line.split(":")[1]) for line in head.lower().split("\r\n") if line.startswith("content-length")
+            ]
+            body = await reader.readexactly(sizes[0]) if sizes else b""
+            if self.silent:
+                await reader.read()
+            elif verb == "GET":
+                self._answer(writer, 200, self._told(path))
+            elif path == "/inference/v1/generate" and not self.generates:
+                self._answer(writer, 404, b"{}")
+            elif body == b"{}":
+                self._answer(writer, 400, b"{}")
+            elif self.status != 200:
+                self._answer(writer, self.status, b'{"error": {"message": "says no"}}')
+            else:
+                self.asked.append(json.loads(body) | {"path": path})
+                await self._stream(reader, writer)
+        writer.close()
+
+    def _told(self, path: str) -> bytes:
+        if path == "/v1/models":
+            return json.dumps({"data": [{"id": "theirs", "max_model_len": 100}]}).encode()
+        return (
+            'vllm:num_requests_running{model_name="theirs"} 0\n'
+            f'vllm:cache_config_info{{model_name="theirs",block_size="{BLOCK}",num_gpu_blocks="{self.blocks}"}} 1\n'
+        ).encode()
+
+    def _answer(self, writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
+        writer.write(f"HTTP/1.1 {status} X\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\n\r\n")
+        for piece in self.pieces:
+            writer.write(piece)
+            await writer.drain()
+        if self.hangs:
+            await reader.read()  # until the other side goes
+            self.closed.set()
+
+
+class Sink:
+    """Whoever gets an answer (a SessionSink)."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.end: asyncio.Future[decode_pb2.Finished] = asyncio.get_running_loop().create_future()
+        self.first = asyncio.Event()
+
+    def on_prefilled(self, cached: int, timings: object, scores: object) -> None: ...
+
+    def on_token(self, token_id: int, token_index: int, logprobs: Alternatives | None) -> None:
+        assert token_index == len(self.tokens)
+        self.tokens.append(token_id)
+        self.first.set()
+
+    def on_finished(self, finished: decode_pb2.Finished) -> None:
+        self.end.set_result(finished)
+
+    def on_failed(self, err: KvmeshError, *, at_decode: bool) -> None:
+        self.end.set_exception(err)
+
+
+@dataclass
+class World:
+    engine: ScriptedEngine
+    conductor: str
+    service: Running
+    sessions: Sessions
+
+    async def told(self) -> Sequence[conductor_pb2.InstanceStatus]:
+        async with connect(self.conductor) as channel:
+            stub = conductor_pb2_grpc.ConductorStub(channel)
+            return (await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)).instances
+
+    async def known(self, so: Callable[[conductor_pb2.InstanceStatus], Any]) -> conductor_pb2.InstanceStatus:
+        """Returns what the conductor knows of the instance, once it is so."""
+
+        async def look() -> conductor_pb2.InstanceStatus | None:
+            return next((one for one in await self.told() if so(one)), None)
+
+        found: conductor_pb2.InstanceStatus = await until(look)
+        return found
+
+    async def ready(self) -> conductor_pb2.InstanceStatus:
+        return await self.known(lambda one: one.ready)
+
+    async def ask(self, sink: Sink, *, deadline_ms: int = 30_000, credit: int = 64, **sampling: Any) -> Any:
+        one = await self.ready()
+        namespace = Namespace(fingerprint=one.card.fingerprint, kv_dtype="")
+        keys, digest = chain_tip(namespace, pack_tokens(PROMPT), one.card.block_tokens)
+        session = await self.sessions.get(one.instance)
+        start = decode_pb2.StartRequest(
+            request_id=f"r{len(self.engine.asked)}",
+            model_fingerprint=one.card.fingerprint,
+            token_ids=pack_tokens(PROMPT),
+            block_keys=keys,
+            chain_digest=digest,
+            sampling=common_pb2.SamplingParams(**{"max_tokens": 3, "top_p": 1.0, **sampling}),
+            deadline_ms=deadline_ms,
+            credit_tokens=credit,
+        )
+        return session.start(sink, start)
+
+    async def fails(self, **asked: Any) -> KvmeshError:
+        sink = Sink()
+        await self.ask(sink, **asked)
+        with pytest.raises(KvmeshError) as told:
+            await asyncio.wait_for(sink.end, 30)
+        return told.value
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 2, "max_position_embeddings": 512}')
+    engine = ScriptedEngine()
+    async with contextlib.AsyncExitStack() as stack:
+        server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+        stack.callback(server.close)
+        engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        # Nobody is the store master here: external instances need none.
+        there = await stack.enter_async_context(running(conductor.run, ConductorConfig(store="127.0.0.1:9")))
+        config = ExternalConfig(
+            url=engine.url,
+            model=str(tmp_path),
+            served_name=MODEL,
+            conductor=there.address,
+            poll_ms=50,
+            engine_timeout_ms=1_000,
+            engine_silence_ms=1_500,
+            token_silence_ms=4_000,
+            stop_grace_ms=100,
+        )
+        service = await stack.enter_async_context(running(main.run, config))
+        sessions = Sessions("g", 1, 10.0)
+        stack.push_async_callback(sessions.close)
+        yield World(engine, there.address, service, sessions)
+
+
+async def test_answers_loads_and_blocks(world: World) -> None:
+    sink = Sink()
+    await world.ask(sink, max_tokens=3)
+    end = await asyncio.wait_for(sink.end, 30)
+    assert (sink.tokens, end.completion_tokens, end.prompt_tokens) == ([1, 2, 3], 3, 10)
+    assert end.reason == common_pb2.FINISH_REASON_LENGTH
+    [asked] = world.engine.asked
+    assert (asked["path"], asked["model"], asked["token_ids"]) == ("/inference/v1/generate", "theirs", PROMPT)
+    # 13 tokens are three blocks, one of which the answer has filled.
+    told = await world.known(lambda one: one.indexed_blocks == 3)
+    assert (told.card.max_context_tokens, told.card.vocab_size, told.card.block_tokens) == (100, 100, BLOCK)
+    assert (told.capacity_blocks, told.knowledge) == (64, conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK)
+    again = Sink()
+    await world.ask(again)
+    assert (await asyncio.wait_for(again.end, 30)).cached_tokens == 8
+    world.engine.generates, world.engine.silent = False, True
+    await world.known(lambda one: not one.ready)
+    world.engine.silent = False
+    await world.known(lambda one: one.ready and one.instance.incarnation != told.instance.incarnation)
+    last = Sink()
+    await world.ask(last)
+    assert (await asyncio.wait_for(last.end, 30)).cached_tokens == 0  # another engine holds nothing
+    assert world.engine.asked[-1]["path"] == "/v1/completions" and world.engine.asked[-1]["prompt"] == PROMPT
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kind", "why"),
+    [
+        ([event(1), event(2)], Unavailable, "ended the stream after 2 tokens"),
+        ([event(1), DONE], Unavailable, "ended the answer after 1 tokens"),
+        ([event(1), b"data: {\n\n"], InternalError, "not JSON"),
+        ([event(1, 2, 3, 4)], InternalError, "more than max_tokens=3"),
+        ([event(1, finish="abort"), DONE], Unavailable, "finish_reason='abort'"),
+        ([b'data: {"error": {"message": "out of luck"}}\n\n'], Unavailable, "out of luck"),
+        ([b"data: " + b"x" * 500_000] * 10, KvmeshError, "more than 4194304 bytes"),
+    ],
+    ids=range(7),
+)
+async def test_what_no_answer_is_has_a_name(
+    world: World, pieces: Sequence[bytes], kind: type[KvmeshError], why: str
+) -> None:
+    world.engine.pieces = pieces
+    error = await world.fails()
+    assert isinstance(error, kind) and why in error.message
+    assert not error.message.count("\n")
+
+
+async def test_statuses_silence_and_refusals_have_names(world: World) -> None:
+    for status, kind in ((400, InvalidRequest), (429, Overloaded), (500, Unavailable)):
+        world.engine.status = status
+        assert isinstance(error := await world.fails(), kind) and f"answers {status}: says no" in error.message
+    world.engine.status, world.engine.hangs, world.engine.pieces = 200, True, [event(1)]
+    assert "token_silence_ms=4000" in (await world.fails()).message
+    world.engine.pieces = []
+    assert isinstance(await world.fails(deadline_ms=300), DeadlinePassed)
+    for asked in ({"grammar": "{}"}, {"max_tokens": 0}):
+        assert isinstance(await world.fails(**asked), InvalidRequest)
+
+
+async def test_a_cancelled_request_closes_the_engines_stream(world: World) -> None:
+    world.engine.hangs, world.engine.pieces = True, [event(1)]
+    sink = Sink()
+    lane = await world.ask(sink)
+    await asyncio.wait_for(sink.first.wait(), 30)
+    lane.cancel("the client left")
+    await asyncio.wait_for(world.engine.closed.wait(), 30)
+    await world.known(lambda one: one.ready and not one.load.running_requests)
+
+
+async def test_no_more_tokens_come_than_a_gateway_takes(world: World) -> None:
+    sink = Sink()
+    lane = await world.ask(sink, credit=1)
+    await asyncio.wait_for(sink.first.wait(), 30)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(sink.end), 0.2)
+    assert sink.tokens == [1]
+    lane.grant(2)
+    await asyncio.wait_for(sink.end, 30)
+    assert sink.tokens == [1, 2, 3]
+
+
+async def test_an_engine_that_does_not_answer_loses_its_work_in_time(world: World) -> None:
+    world.engine.hangs, world.engine.pieces = True, [event(1)]
+    sink = Sink()
+    await world.ask(sink)
+    await asyncio.wait_for(sink.first.wait(), 30)
+    world.engine.silent = True
+    with pytest.raises(Unavailable, match="did not answer /metrics within"):
+        await asyncio.wait_for(sink.end, 30)
+    told = await world.known(lambda one: not one.ready)
+    assert "did not answer /metrics" in told.not_ready_reason
+    world.engine.silent = False
+    await world.ready()
