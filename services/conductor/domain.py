@@ -218,6 +218,7 @@ class Register:
     size_weight: float = 0.0  # of its queue
     tenant_fairness: bool = False  # in its queue
     axes: InstanceAxes = InstanceAxes()  # noqa: RUF009 - it is immutable
+    http_url: str = ""
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,16 @@ class Schedule:
     expected_output_tokens: int = 0  # of the whole answer
     answered_tokens: int = 0  # of `prompt_tokens`, the last: its answer so far; it was admitted then and goes on
     sibling_prefill: str = ""  # the prefill instance of the same request's first answer to the same prompt
+
+
+@dataclass(frozen=True)
+class RequestReleased:
+    """A request is over that was placed at an engine which reports nothing of it itself; whoever asked for its
+    placement says so. `served_by` is the instance that answered, "" when none did."""
+
+    request_id: str
+    served_by: str
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -328,6 +339,7 @@ Event = (
     Register
     | Heartbeat
     | Schedule
+    | RequestReleased
     | MembersReset
     | MemberJoined
     | MemberGone

@@ -37,6 +37,7 @@ from kvmesh.services.conductor.domain import (
     Ref,
     Register,
     RequestOutcome,
+    RequestReleased,
     Role,
     Schedule,
 )
@@ -138,6 +139,7 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
         size_weight=request.prefill_size_weight,
         tenant_fairness=request.prefill_tenant_fairness,
         axes=axes_in(request.axes),
+        http_url=request.http_url,
     )
 
 
@@ -180,6 +182,15 @@ def heartbeat_in(request: pb.HeartbeatRequest, *, by_door: bool = False) -> Hear
         ),
         outcomes=tuple(outcome_in(o) for o in request.outcomes if o.outcome in _OUTCOMES),
     )
+
+
+def released_in(told: pb.ReleasedRequest) -> RequestReleased:
+    """Converts one request of a Release. Raises InvalidRequest."""
+    if not told.request_id:
+        raise InvalidRequest.of("requests.request_id", told.request_id, "must not be empty")
+    if told.outcome not in _OUTCOMES:
+        raise InvalidRequest.of("requests.outcome", told.outcome, "must be done, cancelled, failed or refused")
+    return RequestReleased(told.request_id, told.served_by, _OUTCOMES[told.outcome])
 
 
 def outcome_in(told: pb.RequestOutcome) -> RequestOutcome:
@@ -449,6 +460,7 @@ def view_out(view: InstanceView) -> pb.InstanceStatus:
         card=card_out(view.card),
         pending_requests=view.pending,
         axes=axes_out(view.axes),
+        http_url=view.http_url,
     )
 
 

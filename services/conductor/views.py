@@ -39,6 +39,7 @@ class InstanceView:
     tbt_s: float = 0.0  # predicted, of its batch now
     node_id: str = ""
     axes: InstanceAxes = InstanceAxes()  # noqa: RUF009 - it is immutable
+    http_url: str = ""  # of an external instance: whom it asks
 
     @property
     def model(self) -> str:

@@ -245,6 +245,9 @@ async def test_store_master_and_conductor(mesh: Running) -> None:
         "Register": conductor_pb2.RegisterInstanceRequest(protocol_version=PROTOCOL_VERSION, instance=STRANGER),
         "Heartbeat": conductor_pb2.HeartbeatRequest(instance=STRANGER, seq=1),
         "Schedule": conductor_pb2.ScheduleRequest(request_id="x", model="none", prompt_tokens=9, max_tokens=1),
+        "Release": conductor_pb2.ReleaseRequest(
+            requests=[conductor_pb2.ReleasedRequest(request_id="x", outcome=conductor_pb2.OUTCOME_DONE)]
+        ),
         "ListModels": conductor_pb2.ListModelsRequest(),
         "GetStatus": conductor_pb2.GetConductorStatusRequest(),
         "Explain": conductor_pb2.ExplainRequest(request_id="x"),

@@ -75,6 +75,7 @@ class Instance:
         # Whether prompts and rows share its steps: its `Load` then tells of rows what is running.
         self.mixes = registered.chunk_tokens > 0 or self.role is Role.BOTH or self.local_prefill_tokens > 0
         self.switchable = registered.switchable
+        self.http_url = registered.http_url
         self.queue.size_weight = registered.size_weight
         self.queue.fair = registered.tenant_fairness
 
