@@ -209,9 +209,7 @@ def _engine(told: conductor_pb2.InstanceStatus, address: str) -> EngineEndpoint:
     return EngineEndpoint(told.instance.instance_id, address, told.model, told.ready, told.queue_ms / 1000, requests)
 
 
-def endpoints_ready(
-    engines: Collection[EngineEndpoint], gateways: Collection[GatewayEndpoint]
-) -> tuple[int, int]:
+def endpoints_ready(engines: Collection[EngineEndpoint], gateways: Collection[GatewayEndpoint]) -> tuple[int, int]:
     """Returns how many endpoints there are, and how many of them are ready."""
     everyone = [one.ready for one in engines] + [one.ready for one in gateways]
     return len(everyone), sum(everyone)

@@ -31,7 +31,9 @@ class RequestReleases:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    def add(self, request_id: str, served_by: str, outcome: conductor_pb2.Outcome.ValueType, after_s: float = 0.0) -> None:
+    def add(
+        self, request_id: str, served_by: str, outcome: conductor_pb2.Outcome.ValueType, after_s: float = 0.0
+    ) -> None:
         """The request is over, or will be taken for over in `after_s`."""
         told = conductor_pb2.ReleasedRequest(request_id=request_id, served_by=served_by, outcome=outcome)
         if after_s > 0 and len(self._later) < MAX_WAITING and not self._closed:

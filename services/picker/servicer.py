@@ -143,11 +143,7 @@ class _PickerStream:
             names.PICKER_SECONDS.observe(time.perf_counter() - start)
 
     async def _refuse(self, err: KvmeshError) -> None:
-        if (
-            self._picked is None
-            and not isinstance(err, Unavailable)
-            and self._exchange.phase is not ExchangePhase.DECIDING
-        ):
+        if self._exchange.phase is not ExchangePhase.DECIDING:  # else it was counted
             names.PICKER_DECISIONS.labels(by="none", outcome=err.code).inc()
         if isinstance(err, InvalidRequest | BodyTooLarge):
             log.info("a request of a proxy is refused: %s", err.message)
