@@ -70,6 +70,15 @@ SERVICES: dict[str, Service] = {
         ("kvmesh.services.coupled.config", "CoupledConfig"),
         "kvmesh.services.coupled.main",
     ),
+    "external": Service(
+        "External instances: engines that are not kvmesh's own (vLLM, or whatever speaks its HTTP interface with token "
+        "ids), scheduled like kvmesh's instances: SLO admission, prefix affinity, explain, traces, circuit breakers, "
+        "migration. An engine needs no change; its /metrics are read, and its prefix cache is believed to hold what "
+        "was placed there (docs/howto/external-engines.md).",
+        "--url http://127.0.0.1:8100,http://127.0.0.1:8101 --model ./my-model --conductor 127.0.0.1:7001",
+        ("kvmesh.external.config", "ExternalConfig"),
+        "kvmesh.external.main",
+    ),
     "store": _service(
         "store",
         "Store master: membership and the block map.",

@@ -32,6 +32,9 @@ MAX_EPOCH_AHEAD_NS = 388 * 86_400 * 10**9  # of the clock: a slip must not use u
 TOKEN_BYTES = 4
 _MANY = struct.Struct(f"{KEY_BYTES}s" * 32)  # keys cut at C speed
 
+# Fingerprints of external engines' models begin so: kvmesh's own, which are hex, never do, and share no key with them.
+EXTERNAL = "external-"
+
 _DOMAIN = b"kvmesh.block-key\x00"
 _TAG_DOMAIN = b"kvmesh.tenant-tag\x00"
 

@@ -19,6 +19,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from kvmesh.clock import lease_clock_ns
 from kvmesh.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
+from kvmesh.kvcache.announce import Announcer
+from kvmesh.membership.announcing import to_proto
 from kvmesh.rpc import protocol
 from kvmesh.rpc.addresses import split
 from kvmesh.rpc.leader_client import LeaderTracker, ServiceClient, moves_on
@@ -329,8 +331,11 @@ class _ConductorPeer(MembershipPeer):
         registration: pb.RegisterInstanceRequest,
         report: Callable[[], pb.HeartbeatRequest],
         ready: Callable[[], bool],
+        announcer: Announcer | None = None,
     ) -> None:
+        """`announcer` tells what the engine behind an external instance holds, to this conductor alone."""
         super().__init__(rng)
+        self._announcer = announcer
         self._address = address
         self._registration = registration
         self._report = report
@@ -357,6 +362,8 @@ class _ConductorPeer(MembershipPeer):
 
     async def _enter(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
         answer: pb.RegisterInstanceResponse = await peer.call("Register", self._registration, timeout_s)
+        if self._announcer is not None:
+            self._announcer.restart()  # it may have forgotten all
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
     async def _beat(self, peer: ServiceClient, timeout_s: float) -> Acknowledged:
@@ -369,7 +376,19 @@ class _ConductorPeer(MembershipPeer):
         beat = self._compose(ready, reason)
         queues: tuple[_Kept[Any], ...] = self._prefill, self._decode, self._finished, self._outcomes
         ends = [kept.end for kept in queues]
-        answer: pb.HeartbeatResponse = await peer.call("Heartbeat", beat, timeout_s)
+        word = self._announcer.next() if self._announcer is not None else None
+        if word is not None:
+            beat.blocks.CopyFrom(to_proto(word))
+        try:
+            answer: pb.HeartbeatResponse = await peer.call("Heartbeat", beat, timeout_s)
+        except BaseException:
+            if self._announcer is not None:
+                self._announcer.failed()
+            raise
+        if self._announcer is not None:
+            self._announcer.acked(answer.want_snapshot)
+            if word is not None and word.more:
+                self.urge()  # parts of a snapshot follow one another
         for kept, end in zip(queues, ends, strict=True):
             kept.drop_until(end)
         return Acknowledged(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
@@ -400,6 +419,50 @@ class _ConductorPeer(MembershipPeer):
         beat.finished_request_ids.extend(self._finished)
         beat.outcomes.extend(self._outcomes)
         return beat
+
+
+class ConductorRegistrar:
+    """Keeps one incarnation of an external instance known to the conductors, and to nobody else: it holds no bytes that
+    a store master could tell others of.
+
+    `registration` is sent to each conductor, which `announcer()` makes an announcer of blocks for. `report` and `ready`
+    are those of `Registrar`."""
+
+    def __init__(
+        self,
+        conductor_address: str,
+        registration: pb.RegisterInstanceRequest,
+        report: Callable[[], pb.HeartbeatRequest],
+        ready: Callable[[], bool],
+        announcer: Callable[[], Announcer],
+    ) -> None:
+        rng = random.Random()
+        registration.protocol_version = protocol.PROTOCOL_VERSION
+        self._report = report
+        self._conductors = [
+            _ConductorPeer(address, rng, registration, self._news, ready, announcer())
+            for address in split(conductor_address, "conductor")
+        ]
+
+    def _news(self) -> pb.HeartbeatRequest:
+        new = self._report()
+        for peer in self._conductors:
+            peer.keep(new)
+        return new
+
+    @property
+    def registered(self) -> bool:
+        """Whether a conductor knows this incarnation now."""
+        return any(peer.registered for peer in self._conductors)
+
+    def urge(self) -> None:
+        """The load has changed a lot: see `Registrar.urge`."""
+        for peer in self._conductors:
+            peer.urge()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set; then a last heartbeat with ready=false. Raises nothing but CancelledError."""
+        await asyncio.gather(*(peer.run(stop) for peer in self._conductors))
 
 
 class Registrar:

@@ -192,7 +192,7 @@ def transfer_attributes(
 # ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 
 # "node": the node store of a prefill, decode or pool process, served beside the service's own.
-SERVICES = ("gateway", "conductor", "prefill", "decode", "store", "node", "picker")
+SERVICES = ("gateway", "conductor", "prefill", "decode", "store", "node", "external", "picker")
 REGISTRIES: dict[str, CollectorRegistry] = {name: CollectorRegistry() for name in SERVICES}
 _PROCESS = CollectorRegistry()
 ProcessCollector(registry=_PROCESS)
@@ -366,6 +366,11 @@ DECODE_AT_DECODE_TOKENS = _counter("decode_at_decode_tokens_total", "Prompt toke
 DECODE_FENCES = _counter("decode_fences_total", "Writers fenced.", "reason")
 DECODE_STREAMS = _gauge("decode_streams_count", "Open streams.", "kind")  # kind: session, handoff
 DECODE_READY = _gauge("decode_ready_bool", "1 when work is taken.")
+
+# External instances, all of a process. outcome: done, or a code of the error tree.
+EXTERNAL_REQUESTS = _counter("external_requests_total", "Requests to external engines that ended.", "outcome")
+EXTERNAL_ENDPOINTS = _gauge("external_endpoints_count", "Endpoints that flags and the file name now.")
+EXTERNAL_READY = _gauge("external_ready_bool", "1 when the instance takes work.", "instance_id")
 
 # Store master. change: joined, left, died.
 STORE_MEMBERS = _gauge("store_members_count", "Live members.", "role")

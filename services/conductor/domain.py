@@ -32,6 +32,14 @@ class Role(Enum):
         return self is not Role.PREFILL
 
 
+class BlockKnowledge(Enum):
+    """How well it is known which blocks an instance has."""
+
+    ANNOUNCED = ""  # its node store says so
+    FALLBACK = "fallback"  # an external engine; believed, from what was placed there
+    EXACT = "exact"  # an external engine that reports them
+
+
 Life = tuple[str, int]  # instance_id, incarnation
 
 
@@ -206,6 +214,9 @@ class InstanceAxes(NamedTuple):
 
 @dataclass(frozen=True)
 class Register:
+    """`http_url` is the server that an external instance asks ("": kvmesh's own), `knowledge` says how well it is known
+    what that engine holds."""
+
     ref: Ref
     role: Role
     node_id: str
@@ -219,6 +230,7 @@ class Register:
     tenant_fairness: bool = False  # in its queue
     axes: InstanceAxes = InstanceAxes()  # noqa: RUF009 - it is immutable
     http_url: str = ""
+    knowledge: BlockKnowledge = BlockKnowledge.ANNOUNCED
 
 
 @dataclass(frozen=True)

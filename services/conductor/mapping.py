@@ -20,6 +20,7 @@ from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.services.conductor.balance.rounds import Hint
 from kvmesh.services.conductor.costs.accuracy import PredictionError, Spread
 from kvmesh.services.conductor.domain import (
+    BlockKnowledge,
     Blocks,
     CordonState,
     DecodeSample,
@@ -74,6 +75,12 @@ CORDONS = {
     pb.CORDON_STATE_DRAINING: CordonState.DRAINING,
 }
 CORDONS_OUT = {state: number for number, state in CORDONS.items()}
+_KNOWLEDGE = {
+    pb.BLOCK_KNOWLEDGE_UNSPECIFIED: BlockKnowledge.ANNOUNCED,
+    pb.BLOCK_KNOWLEDGE_FALLBACK: BlockKnowledge.FALLBACK,
+    pb.BLOCK_KNOWLEDGE_EXACT: BlockKnowledge.EXACT,
+}
+KNOWLEDGE_OUT = {knowledge: number for number, knowledge in _KNOWLEDGE.items()}
 ROLES_OUT = {role: number for number, role in _ROLES.items()}
 
 
@@ -120,12 +127,14 @@ def axes_out(axes: InstanceAxes) -> pb.InstanceAxes | None:
 
 def register_in(request: pb.RegisterInstanceRequest) -> Register:
     """Raises InvalidRequest for an unknown role, a size weight that is no finite number of at least 0, or axes that
-    cannot be."""
+    cannot be, or knowledge that is none."""
     role = _ROLES.get(request.role)
     if role is None:
         raise InvalidRequest.of("role", request.role, "must be prefill, decode or both")
     if not 0 <= request.prefill_size_weight < math.inf:
         raise InvalidRequest.of("prefill_size_weight", request.prefill_size_weight, "must be a number, at least 0")
+    if request.knowledge not in _KNOWLEDGE:
+        raise InvalidRequest.of("knowledge", request.knowledge, "must be none (0), fallback or exact")
     return Register(
         ref=ref_in(request.instance),
         role=role,
@@ -140,6 +149,7 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
         tenant_fairness=request.prefill_tenant_fairness,
         axes=axes_in(request.axes),
         http_url=request.http_url,
+        knowledge=_KNOWLEDGE[request.knowledge],
     )
 
 
@@ -270,6 +280,18 @@ def member_event_in(event: pb_store.MemberEvent) -> MemberJoined | MemberGone:
     if event.change == pb_store.MEMBER_CHANGE_JOINED:
         return MemberJoined(member)
     return MemberGone(member.ref.life, "left" if event.change == pb_store.MEMBER_CHANGE_LEFT else "died")
+
+
+def external_blocks_in(request: pb.HeartbeatRequest) -> Blocks | None:
+    """Converts what an external instance says of its engine's blocks, in its own name whatever it says; None when it
+    says nothing. Raises InvalidRequest as `blocks_in` does."""
+    if not request.HasField("blocks"):
+        return None
+    ref, told = request.instance, pb_store.Announcement()
+    told.CopyFrom(request.blocks)
+    told.store_id, told.incarnation, told.tier = ref.instance_id, ref.incarnation, pb_common.TIER_DRAM
+    told.groups = b""
+    return blocks_in(told)
 
 
 def blocks_in(told: pb_store.Announcement) -> Blocks | None:
@@ -461,6 +483,7 @@ def view_out(view: InstanceView) -> pb.InstanceStatus:
         pending_requests=view.pending,
         axes=axes_out(view.axes),
         http_url=view.http_url,
+        knowledge=KNOWLEDGE_OUT[view.knowledge],
     )
 
 

@@ -283,7 +283,8 @@ class ModelControl:
             good(await call_all(members, lambda stub, _: stub.Resume(request, timeout=RESUME_S)))
 
     def _of(self, name: str) -> tuple[str, list[Instance]]:
-        """Returns the model and its instances. Raises ModelNotFound."""
+        """Returns the model and its instances. Raises ModelNotFound, or InvalidRequest where external engines serve it,
+        which take no orders of a conductor."""
         known = self._instances()
         models = dict.fromkeys(instance.model.name for instance in known)
         if not name and len(models) == 1:
@@ -291,6 +292,10 @@ class ModelControl:
         found = [instance for instance in known if instance.model.name == name]
         if not found:
             raise ModelNotFound(f"model={name!r}: no instance of it; there are: {', '.join(models)}", field="model")
+        if external := next((instance.http_url for instance in found if instance.external), ""):
+            raise InvalidRequest.of(
+                "model", name, f"external engines serve it, as {external}, which take no orders here"
+            )
         return name, found
 
     def _alone(self, model: str) -> _Turn:

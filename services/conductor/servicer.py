@@ -159,7 +159,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
-        """Raises UnknownInstance."""
+        """Raises UnknownInstance, or InvalidRequest for blocks whose keys are not whole."""
         by_door = isinstance(context, FastContext)
         if by_door:
             names.CONDUCTOR_HEARTBEAT_WAIT.observe(time.monotonic() - context.arrived)
@@ -168,7 +168,20 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self.deliver(mapping.heartbeat_in(request, by_door=by_door))
         names.CONDUCTOR_HEARTBEATS.inc()
         pulse = self._state.pacing.pulse
-        return pb.HeartbeatResponse(heartbeat_interval_ms=pulse.interval_ms, lease_ms=pulse.lease_ms, pace=pulse.number)
+        return pb.HeartbeatResponse(
+            heartbeat_interval_ms=pulse.interval_ms,
+            lease_ms=pulse.lease_ms,
+            pace=pulse.number,
+            want_snapshot=self._lacks_blocks(request),
+        )
+
+    def _lacks_blocks(self, request: pb.HeartbeatRequest) -> bool:
+        """Takes what an external instance says of its engine's blocks, and returns whether something is missing before
+        it."""
+        if not self._state.is_external(request.instance.instance_id):
+            return False
+        blocks = mapping.external_blocks_in(request)
+        return blocks is not None and any(isinstance(action, OutOfStep) for action in self._step(blocks, self._clock()))
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:  # noqa: N802
         """Raises Overloaded, Unavailable, ModelNotFound, ContextTooLong or InvalidRequest."""

@@ -108,6 +108,11 @@ class ConductorState:
         instance = self._fleet.named(instance_id)
         return instance.model.weights_epoch if instance is not None else 0
 
+    def is_external(self, instance_id: str) -> bool:
+        """Says whether that instance asks an engine that is not kvmesh's own."""
+        instance = self._fleet.named(instance_id)
+        return instance is not None and instance.external
+
     def weights_ordered(self, name: str, fingerprint: str, weights: NewestWeights) -> None:
         """Takes it that an order has given a model these weights: instances with older ones get no work."""
         self._fleet.weights_ordered(name, fingerprint, weights)
@@ -185,6 +190,7 @@ class ConductorState:
             node_id=i.node_id,
             axes=i.axes,
             http_url=i.http_url,
+            knowledge=i.knowledge,
         )
 
     def readiness(self, now: float) -> tuple[Mapping[tuple[Role, bool], int], float]:
@@ -437,14 +443,20 @@ class ConductorState:
                 instance.slot = self._index.pending.open(instance.capacity_blocks)
 
     def _drop_strangers(self) -> None:
-        """Drops the blocks of stores that are no members, or of another incarnation than the member."""
+        """Drops the blocks of stores that are no members, or of another incarnation than the member. Those of external
+        instances stay: no master knows them."""
         for name in self._index.truth.stores():
             store_id, life = split_name(name)[0], self._index.truth.incarnation(name)
+            instance = self._fleet.of((store_id, life))
+            if instance is not None and instance.external:
+                continue
             member = self._members.member(store_id)
             if member is None or member.ref.incarnation != life:
                 self._index.drop((store_id, life))
 
     def _forget(self, instance: Instance, *, replaced: bool = False) -> None:
+        if instance.external:  # else the master says when its blocks are gone
+            self._index.drop(instance.ref.life)
         self._ledger.lost(instance)
         self._tiers.drop(instance.ref.life)
         self._breakers.forget(instance.ref.life)

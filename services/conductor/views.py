@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import TierUse
-from kvmesh.services.conductor.domain import CordonState, InstanceAxes, Load, ModelCard, Ref, Role
+from kvmesh.services.conductor.domain import BlockKnowledge, CordonState, InstanceAxes, Load, ModelCard, Ref, Role
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class InstanceView:
     node_id: str = ""
     axes: InstanceAxes = InstanceAxes()  # noqa: RUF009 - it is immutable
     http_url: str = ""  # of an external instance: whom it asks
+    knowledge: BlockKnowledge = BlockKnowledge.ANNOUNCED
 
     @property
     def model(self) -> str:

@@ -156,6 +156,7 @@ class Account:
                 {
                     "attempts": choice.attempt + 1,
                     "migrations": choice.recovery.migrations,
+                    "exact": choice.exact,
                     "prefill_instance": choice.placement.prefill.instance_id if choice.placement else "",
                     "decode_instance": choice.placement.decode.instance_id if choice.placement else "",
                     "stages": {name: getattr(choice.timings, name) for name in _STAGES},

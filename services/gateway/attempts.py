@@ -88,6 +88,11 @@ class AttemptOwner(Protocol):
         ...
 
     @property
+    def goes_on_exactly(self) -> bool:
+        """Whether an answer that goes on elsewhere is the one that it would have been."""
+        ...
+
+    @property
     def block_tokens(self) -> int: ...
 
     def touch(self, choice: AnswerAttempts) -> None:
@@ -108,7 +113,7 @@ class AnswerAttempts:
     __slots__ = (
         "_consumed", "_expected", "_finished", "_granted", "_logprobs", "_problem", "_suspects", "_taken", "_tokens",
         "_told_intervals", "_told_tokens", "_touched", "_watched", "_watched_since", "answer", "attempt", "avoid",
-        "cached_tokens", "carried", "delivered", "done", "epochs", "index", "lane", "last_token", "max_tokens",
+        "cached_tokens", "carried", "delivered", "done", "epochs", "exact", "index", "lane", "last_token", "max_tokens",
         "migration", "owner", "placement", "prompt", "recovery", "scored_prompt", "seed", "timings", "whole",
     )  # fmt: skip
 
@@ -136,6 +141,7 @@ class AnswerAttempts:
         self.cached_tokens = 0
         self.scored_prompt: ScoredPrompt | None = None
         self.whole = WholeAnswer()
+        self.exact = True  # see AttemptOwner.goes_on_exactly
         self.epochs: list[tuple[int, int]] = []  # (its first token, weights epoch), as they have changed
         self.last_token = 0.0
         self._begin_attempt()
@@ -343,6 +349,7 @@ class AnswerAttempts:
         if anew:
             self._begin_anew()
         else:
+            self.exact = self.exact and self.owner.goes_on_exactly
             self.carried.extend(self.answer.said)
             self._begin_attempt()
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvmesh.errors import InvalidRequest, ModelNotFound, Unavailable
-from kvmesh.kvcache.keys import Namespace
+from kvmesh.kvcache.keys import EXTERNAL, Namespace
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.services.gateway.api_keys import ANYBODY, Tenant, combined_salt
 from kvmesh.services.gateway.generation import brief
@@ -48,6 +48,18 @@ class ServedModelFacts:
             tenant=tenant.salt,
             weights_epoch=self.weights_epoch,
         )
+
+    @property
+    def external(self) -> bool:
+        """Whether engines that are not kvmesh's own serve it."""
+        return self.fingerprint.startswith(EXTERNAL)
+
+    def engine_salt(self, tenant: Tenant, cache_salt: str) -> str:
+        """What such an engine is told, so that prompts meet in its cache as their block keys do; "" for those who may
+        share with everybody."""
+        if not self.external or not combined_salt(tenant.salt, cache_salt):
+            return ""
+        return self.namespace(tenant, cache_salt).root(self.block_tokens).hex()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class RequestBuilder:
     ttft_slo_ms: int
     tbt_slo_ms: int
     alone: bool
+    cache_salt: str = ""  # for engines that are not kvmesh's own, whose caches do not go by block keys
 
     def schedule(self, choice: AnswerAttempts, sibling_prefill: str) -> conductor_pb2.ScheduleRequest:
         """Asks the conductor for a placement of an answer's next attempt. `sibling_prefill` is the prefill instance of
@@ -125,6 +126,7 @@ class RequestBuilder:
             chain_digest=carried.chain_digest,
             tenant=self.tenant,
             tenant_weight=self.tenant_weight,
+            cache_salt=self.cache_salt,
         )
 
     def _sampling(self, choice: AnswerAttempts) -> common_pb2.SamplingParams:
@@ -346,6 +348,7 @@ class Request:
             config.ttft_slo_ms,
             config.tbt_slo_ms,
             alone=len(self.choices) == 1,
+            cache_salt=facts.engine_salt(self.tenant, self.generation.cache_salt),
         )
 
     def _step(self) -> list[tuple[int, Delta]]:
@@ -435,6 +438,15 @@ class Request:
     def patience(self) -> RecoveryPatience:
         """See AttemptOwner."""
         return self.core.config.patience
+
+    @property
+    def goes_on_exactly(self) -> bool:
+        """See AttemptOwner. kvmesh's own instances go on with the same noise; engines of others have their own, and
+        cannot tell the prompt from what was answered."""
+        assert self._facts is not None, "prepared"
+        wanted = self.generation
+        greedy = wanted.temperature == 0 and not wanted.presence_penalty and not wanted.frequency_penalty
+        return greedy or not self._facts.external
 
     def _seed(self, prepared: Sequence[Prepared]) -> int:
         """Returns the seed of the first choice. Of a request that its client has named, what is not told follows from

@@ -193,6 +193,7 @@ class Owner:
     wants_logprobs: bool = False
     prompt_logprobs: int = -1
     prompt_only: bool = False
+    goes_on_exactly: bool = True
     silent: frozenset[int] = frozenset({EOS})
     credit_tokens: int = 8
     block_tokens: int = BLOCK

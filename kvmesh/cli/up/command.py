@@ -57,6 +57,8 @@ Examples:
 
     kvmesh up --prefill 1 --prefill 1@cpu:float32 --decode 1 --decode 1@cpu:float32 --device cuda --dtype bfloat16
 
+    kvmesh up --model ./my-model --external http://127.0.0.1:8100 --prefill 0 --decode 0
+
     kvmesh up --masters 3 --conductors 2 --redis auto
 
     kvmesh up --host 10.0.0.1
@@ -122,6 +124,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     from kvmesh.cli.up.hashing import fingerprints
     from kvmesh.cli.up.rank_hosts import RankHostWatch, machines_wanted
     from kvmesh.cli.up.screen import StartProgress, joins
+    from kvmesh.external.endpoints import of_file as endpoints_of_file
 
     settings = joining.advertised(settings)
     check_reach(settings)
@@ -133,6 +136,8 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     check_drafts(settings)
     check_redis(settings)
     check_tiers(settings)
+    if settings.external_file:  # the same
+        endpoints_of_file(settings.external_file)
     if settings.api_keys:  # a bad file is told before anything is started
         from kvmesh.services.gateway.key_file import KeyFile
 
@@ -141,7 +146,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     settings = dataclasses.replace(
         settings, run_dir=str(Path(settings.run_dir).absolute() if settings.run_dir else runs.new_run_dir())
     )
-    if not settings.join:  # once, with a bar: instances then find it done
+    if not settings.join and settings.ranks:  # once, with a bar: instances then find it done
         fingerprints([served.path for served in settings.served])
     told = threading.Event()
     mesh = meshes.Mesh(settings)
@@ -244,7 +249,7 @@ def _ask(out: Console, mesh: Mesh) -> bool:
         sys.stdout.flush()
 
     try:
-        name = mesh.settings.model_name
+        name = mesh.settings.first_model
         answer: ChatAnswer = stream.chat(
             mesh.url, name, messages, write, api_key=key, max_tokens=max_tokens, temperature=0
         )
@@ -286,8 +291,8 @@ def _part(mesh: Mesh) -> tuple[str, ...]:
 
 def _whole(mesh: Mesh) -> tuple[str, ...]:
     """Says how to go on with a whole mesh."""
-    url, name, kvmesh = mesh.url, mesh.settings.model_name, program()
-    names = ", ".join(served.name for served in mesh.settings.served)
+    url, name, kvmesh = mesh.url, mesh.settings.first_model, program()
+    names = ", ".join((name, *mesh.settings.further_models))
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
     auth = ' -H "Authorization: Bearer $KVMESH_API_KEY"' if mesh.settings.api_keys else ""
     ca = f" --cacert {shlex.quote(mesh.http_ca)}" if mesh.http_ca else ""
@@ -295,7 +300,7 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
     return (
         f"\n[bold green]The mesh is up[/]  {url}/v1   [dim]docs: {url}/docs[/]",
         f"[bold]gRPC[/]            {mesh.addresses['gateway']}",
-        *([f"[bold]Models[/]          {escape(names)}"] if mesh.settings.add_model else []),
+        *([f"[bold]Models[/]          {escape(names)}"] if mesh.settings.further_models else []),
         "",
         "[bold]curl[/]",
         f"  curl{escape(ca)} {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} "

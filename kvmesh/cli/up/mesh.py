@@ -401,9 +401,9 @@ class Mesh:
             told = {
                 "pid": os.getpid(),
                 "run_dir": str(self.run_dir),
-                "model": self.settings.model_name,
+                "model": self.settings.first_model,
                 "model_path": self.settings.model,
-                "models": {served.name: served.path for served in self.settings.served},
+                "models": {self.settings.first_model: self.settings.model, **self.settings.further_models},
                 "url": self.url,
                 "http_ca": self.http_ca,
                 "tls": {key: getattr(self.settings, key) for key in security.FIELDS},

@@ -178,17 +178,19 @@ def processes(settings: MeshSettings) -> list[Planned]:
         for service in INSTANCES
         for i, group in enumerate(group for group in settings.groups(service) for _ in range(group.count))
     ]
+    externals = [Planned("external", "external")] if settings.has_external else []
     pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
     if settings.lends:
         return [Planned("ranks", "ranks")]
     if settings.join:
-        return [*pools, *instances]
+        return [*pools, *instances, *externals]
     return [
         *([Planned("redis", "redis")] if settings.redis == "auto" else []),
         *(Planned(name, "store") for name in _names("store", settings.masters)),
         *(Planned(name, "conductor") for name in _names("conductor", settings.conductors)),
         *pools,
         *instances,
+        *externals,
         Planned("gateway", "gateway"),
     ]
 
@@ -219,7 +221,7 @@ def _names(service: str, count: int) -> list[str]:
 
 
 OPERATOR = "operator"  # whose certificate the command line has
-_CERTIFIED = dict.fromkeys((*INSTANCES, "ranks"), CallerRole.INSTANCE) | {
+_CERTIFIED = dict.fromkeys((*INSTANCES, "ranks", "external"), CallerRole.INSTANCE) | {
     "pool": CallerRole.STORE,
     "store": CallerRole.STORE,
     "conductor": CallerRole.CONDUCTOR,
@@ -230,7 +232,10 @@ _CERTIFIED = dict.fromkeys((*INSTANCES, "ranks"), CallerRole.INSTANCE) | {
 def certificates(settings: MeshSettings) -> dict[str, tuple[Identity, ...]]:
     """Returns what the certificate of each process says, by the process's name, and the operator's."""
     found = {
-        one.name: (Identity(_CERTIFIED[one.service], identity(settings, one.name)),)
+        # One process speaks for all external instances, whose names may come from a file.
+        one.name: (
+            Identity(_CERTIFIED[one.service], ANY_NAME if one.service == "external" else identity(settings, one.name)),
+        )
         for one in processes(settings)
         if one.service in _CERTIFIED
     }
@@ -324,6 +329,14 @@ def _own_flags(
     return {
         "store": {"redis": redis},
         "conductor": {"store": store, "redis": redis, "peers": conductor},
+        "external": {
+            "conductor": conductor,
+            "url": ",".join(settings.external),
+            "endpoints_file": str(Path(settings.external_file).absolute()) if settings.external_file else "",
+            "model": settings.model,
+            "served_name": settings.external_model,
+            "advertise_host": settings.advertise_host,
+        },
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb},
         "ranks": {"store": store, "model": settings.model},
         **{one: {**instance, "mesh": str(settings.axes(one)), **_rank_hosts(settings, one)} for one in INSTANCES},
@@ -331,8 +344,8 @@ def _own_flags(
             "host": settings.host,
             "http_port": http_port,
             "model": settings.model,
-            "served_name": settings.model_name,
-            "models": ",".join(f"{served.name}={served.path}" for served in settings.served[1:]),
+            "served_name": settings.first_model,
+            "models": ",".join(f"{name}={path}" for name, path in settings.further_models.items()),
             "conductor": conductor,
             "quota_redis": redis if settings.api_keys else "",
         },

@@ -49,6 +49,8 @@ def problems(mesh: Mesh) -> list[str]:
     nodes = {
         identity(mesh.settings, name): service for name, service in spec.items() if service in (*INSTANCES, "pool")
     }
+    if "external" in mesh.processes:
+        nodes |= {one.name: "external" for one in mesh.settings.externals}
     return judged(nodes, conductor, store, mixed=mesh.settings.mixed)
 
 
@@ -62,14 +64,19 @@ def judged(
         found.append(f"store master: {store['error']}; see `kvmesh terms show` and its log")
     members = {one["instance"]["instance_id"] for one in store.get("members", [])}
     if "error" not in store:
-        found += [f"{name}: no store master has taken it; its log says why" for name in nodes if name not in members]
+        found += [
+            f"{name}: no store master has taken it; its log says why"
+            for name, service in nodes.items()
+            if service != "external" and name not in members  # an engine of others has no store
+        ]
     if "error" in conductor:
         return [*found, f"conductor: {conductor['error']}; see its log"]
     known = {one["instance"]["instance_id"]: one for one in conductor.get("instances", [])}
     for name, service in nodes.items():
-        if service in INSTANCES and name not in known:
+        works = service in (*INSTANCES, "external")
+        if works and name not in known:
             found.append(f"{name}: no conductor has registered it; its log says why")
-        elif service in INSTANCES and not known[name]["ready"]:
+        elif works and not known[name]["ready"]:
             why = known[name].get("not_ready_reason") or "it gave no reason"
             if mixed and UNFIT in why:
                 continue  # said by `kvmesh status`; the mesh serves without it

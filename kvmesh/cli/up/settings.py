@@ -13,6 +13,8 @@ from kvmesh.cli.up.instance_groups import DTYPES, METAVAR, InstanceGroup, groups
 from kvmesh.config import ServiceConfig, same_as, without_password
 from kvmesh.engine.axes import Axes
 from kvmesh.errors import ConfigError
+from kvmesh.external.endpoints import EngineEndpoint, endpoint
+from kvmesh.external.endpoints import checked as checked_endpoints
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.ranks.transfer_config import TransferConfig, check
 from kvmesh.rpc.exposure import is_loopback
@@ -85,6 +87,29 @@ class MeshSettings:
             "help": "Instances of each model that do both (docs/operate/coupled.md); then --prefill and --decode may "
             "be 0.",
             **_GROUPS,
+        },
+    )
+    external: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "An engine that is not kvmesh's own (vLLM), as an instance of the mesh; may be given several "
+            "times; then --prefill and --decode may be 0 (docs/howto/external-engines.md).",
+            "metavar": "http://HOST:PORT",
+            "repeat": True,
+        },
+    )
+    external_file: str = field(
+        default="",
+        metadata={
+            "help": "JSON or YAML file of more such engines, which may change while they serve.",
+            "metavar": "FILE",
+        },
+    )
+    external_name: str = field(
+        default="",
+        metadata={
+            "help": "Model name of the external engines; empty: that of the model. Needed where kvmesh's own instances "
+            "serve it as well, whose KV fits no engine of others."
         },
     )
     prefill_tp: int = field(
@@ -360,8 +385,9 @@ class MeshSettings:
             raise ConfigError(f"conductors={self.conductors}: {why}", field="conductors")
         self._check_dtypes()
         for key in ("prefill", "decode"):
-            if not self.count(key) and not self.count("coupled") and not self.join:
+            if not self.count(key) and not self.count("coupled") and not self.join and not self._external_alone:
                 raise ConfigError(f"{key}=0: without --coupled instances at least one is needed", field=key)
+        self._check_external()
         for service in INSTANCES:
             if self.axes(service).world > 1 and not self.count(service):
                 key = self.axes_key(service)
@@ -385,6 +411,51 @@ class MeshSettings:
                 why = "a model of this name is there already; give another as NAME=PATH"
                 raise ConfigError(f"add_model={served.name!r}: {why}", field="add_model")
             seen.add(served.name)
+
+    @property
+    def externals(self) -> tuple[EngineEndpoint, ...]:
+        """The external engines that flags name. Raises ConfigError for a URL that is none."""
+        found = [endpoint(url, field="external") for url in self.external]
+        return checked_endpoints(found, "external")
+
+    @property
+    def has_external(self) -> bool:
+        """Whether there may be external engines."""
+        return bool(self.external or self.external_file)
+
+    @property
+    def _external_alone(self) -> bool:
+        return self.has_external and not any(self.count(service) for service in INSTANCES)
+
+    @property
+    def external_model(self) -> str:
+        """The model name of the external engines."""
+        return self.external_name or self.model_name
+
+    def _check_external(self) -> None:
+        """Raises ConfigError for URLs that are none, and where own instances have the same model name."""
+        _ = self.externals
+        if self.external_name and not self.has_external:
+            why = "there are no external engines: give --external or --external-file as well"
+            raise ConfigError(f"external_name={self.external_name!r}: {why}", field="external_name")
+        if self.has_external and not self._external_alone and self.external_model == self.model_name:
+            why = "their KV fits none of kvmesh's own instances: give --prefill 0 --decode 0, or have both under names "
+            why += "of their own with --external-name NAME"
+            raise ConfigError(f"external_name={self.external_name!r}: {why}", field="external_name")
+        if self.has_external and self.lends:
+            why = "with --as ranks this machine gives ranks to others, and nothing else: leave it out"
+            raise ConfigError(f"external={','.join(self.external)!r}: {why}", field="external")
+
+    @property
+    def further_models(self) -> dict[str, str]:
+        """The folders of all models but the first, by the names that clients use."""
+        found = {served.name: served.path for served in self.served[1:]}
+        return found | ({self.external_model: self.model} if self.has_external and not self._external_alone else {})
+
+    @property
+    def first_model(self) -> str:
+        """The name of the first model: the external engines' own where nobody else serves it."""
+        return self.external_model if self._external_alone else self.model_name
 
     def _check_addresses(self) -> None:
         if self.host in EVERY_ADDRESS and not self.advertise_host and not self.join:
@@ -418,8 +489,8 @@ class MeshSettings:
             given = "http_tls" if self.http_tls else "http_tls_cert"
             why = "the REST port is at the mesh that is joined: leave it out with --join"
             raise ConfigError(f"{given}={getattr(self, given)!r}: {why}", field=given)
-        if not (self.lends or self.pool or any(self.count(key) for key in INSTANCES)):
-            why = "nothing would be started: with --join give --prefill, --decode, --coupled or --pool"
+        if not (self.lends or self.pool or self.has_external or any(self.count(key) for key in INSTANCES)):
+            why = "nothing would be started: with --join give --prefill, --decode, --coupled, --pool or --external"
             raise ConfigError(f"join={self.join!r}: {why}", field="join")
 
     def _check_hosts(self, service: str) -> None:

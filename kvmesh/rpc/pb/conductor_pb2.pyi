@@ -21,6 +21,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _BlockKnowledge:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockKnowledgeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockKnowledge.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_KNOWLEDGE_UNSPECIFIED: _BlockKnowledge.ValueType  # 0
+    """kvmesh's own instance: its node store announces them"""
+    BLOCK_KNOWLEDGE_FALLBACK: _BlockKnowledge.ValueType  # 1
+    """believed, from what was placed there: the engine may have dropped them"""
+    BLOCK_KNOWLEDGE_EXACT: _BlockKnowledge.ValueType  # 2
+    """the engine reports them"""
+
+class BlockKnowledge(_BlockKnowledge, metaclass=_BlockKnowledgeEnumTypeWrapper):
+    """How well it is known which blocks an engine holds."""
+
+BLOCK_KNOWLEDGE_UNSPECIFIED: BlockKnowledge.ValueType  # 0
+"""kvmesh's own instance: its node store announces them"""
+BLOCK_KNOWLEDGE_FALLBACK: BlockKnowledge.ValueType  # 1
+"""believed, from what was placed there: the engine may have dropped them"""
+BLOCK_KNOWLEDGE_EXACT: BlockKnowledge.ValueType  # 2
+"""the engine reports them"""
+Global___BlockKnowledge: _TypeAlias = BlockKnowledge  # noqa: Y015
+
 class _Outcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -502,6 +526,7 @@ class RegisterInstanceRequest(_message.Message):
     PREFILL_TENANT_FAIRNESS_FIELD_NUMBER: _builtins.int
     AXES_FIELD_NUMBER: _builtins.int
     HTTP_URL_FIELD_NUMBER: _builtins.int
+    KNOWLEDGE_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     role: _common_pb2.Role.ValueType
     node_id: _builtins.str
@@ -523,7 +548,10 @@ class RegisterInstanceRequest(_message.Message):
     prefill_tenant_fairness: _builtins.bool
     """where prompts of several tenants wait there, each has its turn"""
     http_url: _builtins.str
-    """An engine that is not kvmesh's own: the OpenAI-compatible server that this instance asks, http://host:port. "": own."""
+    """An engine that is not kvmesh's own: the OpenAI-compatible server that this instance asks, http://host:port. "": own.
+    Such an instance has ROLE_BOTH, and serves every request alone.
+    """
+    knowledge: Global___BlockKnowledge.ValueType
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -549,10 +577,11 @@ class RegisterInstanceRequest(_message.Message):
         prefill_tenant_fairness: _builtins.bool = ...,
         axes: Global___InstanceAxes | None = ...,
         http_url: _builtins.str = ...,
+        knowledge: Global___BlockKnowledge.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "capacity_blocks", b"capacity_blocks", "http_url", b"http_url", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "prefill_tenant_fairness", b"prefill_tenant_fairness", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "capacity_blocks", b"capacity_blocks", "http_url", b"http_url", "instance", b"instance", "knowledge", b"knowledge", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "prefill_tenant_fairness", b"prefill_tenant_fairness", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -640,6 +669,7 @@ class HeartbeatRequest(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     ready: _builtins.bool
     not_ready_reason: _builtins.str
@@ -668,6 +698,12 @@ class HeartbeatRequest(_message.Message):
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOutcome]:
         """of requests that ended at this decode (or coupled) instance since then"""
 
+    @_builtins.property
+    def blocks(self) -> _store_pb2.Announcement:
+        """Of an external instance: what has changed of the blocks that its engine holds, which no store master knows. Nobody
+        can fetch them. Its `store_id` and `incarnation` are the instance's. Of others it is ignored.
+        """
+
     def __init__(
         self,
         *,
@@ -682,10 +718,11 @@ class HeartbeatRequest(_message.Message):
         tiers: _abc.Iterable[_store_pb2.TierUsage] | None = ...,
         outcomes: _abc.Iterable[Global___RequestOutcome] | None = ...,
         pace: _builtins.int = ...,
+        blocks: _store_pb2.Announcement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "outcomes", b"outcomes", "pace", b"pace", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "outcomes", b"outcomes", "pace", b"pace", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -907,19 +944,23 @@ class HeartbeatResponse(_message.Message):
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
+    WANT_SNAPSHOT_FIELD_NUMBER: _builtins.int
     heartbeat_interval_ms: _builtins.int
     lease_ms: _builtins.int
     pace: _builtins.int
+    want_snapshot: _builtins.bool
+    """`blocks` does not follow what is known: all of them are wanted"""
     def __init__(
         self,
         *,
         heartbeat_interval_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         pace: _builtins.int = ...,
+        want_snapshot: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "pace", b"pace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "pace", b"pace", "want_snapshot", b"want_snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1460,6 +1501,7 @@ class InstanceStatus(_message.Message):
     PENDING_REQUESTS_FIELD_NUMBER: _builtins.int
     AXES_FIELD_NUMBER: _builtins.int
     HTTP_URL_FIELD_NUMBER: _builtins.int
+    KNOWLEDGE_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     model: _builtins.str
     ready: _builtins.bool
@@ -1482,6 +1524,7 @@ class InstanceStatus(_message.Message):
     """that this conductor has placed there and that are not reported finished"""
     http_url: _builtins.str
     """as of RegisterInstanceRequest"""
+    knowledge: Global___BlockKnowledge.ValueType
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -1517,10 +1560,11 @@ class InstanceStatus(_message.Message):
         pending_requests: _builtins.int = ...,
         axes: Global___InstanceAxes | None = ...,
         http_url: _builtins.str = ...,
+        knowledge: Global___BlockKnowledge.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "card", b"card", "instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "http_url", b"http_url", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "pending_requests", b"pending_requests", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "http_url", b"http_url", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "knowledge", b"knowledge", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "pending_requests", b"pending_requests", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

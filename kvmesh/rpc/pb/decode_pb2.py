@@ -26,7 +26,7 @@ from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 from kvmesh.rpc.pb import conductor_pb2 as kvmesh_dot_v1_dot_conductor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/decode.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\x1a\x19kvmesh/v1/conductor.proto\"\xbd\x01\n\x0eSessionRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.SessionHelloH\x00\x12(\n\x05start\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.StartRequestH\x00\x12*\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.CancelRequestH\x00\x12#\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x11.kvmesh.v1.CreditH\x00\x42\x06\n\x04kind\"m\n\x0cSessionHello\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x90\x03\n\x0cStartRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12+\n\x08sampling\x18\x07 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12\'\n\tplacement\x18\x08 \x01(\x0b\x32\x14.kvmesh.v1.Placement\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x15\n\rcredit_tokens\x18\x0c \x01(\r\x12\x14\n\x0c\x63hain_digest\x18\r \x01(\x0c\x12\x15\n\rweights_epoch\x18\x0e \x01(\x06\x12\x0e\n\x06tenant\x18\x10 \x01(\t\x12\x15\n\rtenant_weight\x18\x11 \x01(\x02J\x04\x08\x0f\x10\x10R\x08tail_key\"-\n\rCancelRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"&\n\x06\x43redit\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\xd8\x01\n\x0fSessionResponse\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.kvmesh.v1.SessionHelloReply\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.StepTokens\x12%\n\x08\x66inished\x18\x03 \x03(\x0b\x32\x13.kvmesh.v1.Finished\x12!\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\x11.kvmesh.v1.Failed\x12\'\n\tprefilled\x18\x05 \x03(\x0b\x32\x14.kvmesh.v1.Prefilled\"s\n\x11SessionHelloReply\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\"y\n\nStepTokens\x12\x10\n\x04slot\x18\x01 \x03(\rB\x02\x10\x01\x12\x14\n\x08token_id\x18\x02 \x03(\rB\x02\x10\x01\x12\x17\n\x0btoken_index\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\"\x8e\x01\n\tPrefilled\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12(\n\x07timings\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\x12\x32\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.kvmesh.v1.PromptLogprobs\"\xb4\x01\n\x08\x46inished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\"=\n\x06\x46\x61iled\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ErrorDetail2\x93\x01\n\x06\x44\x65\x63ode\x12\x44\n\x07Session\x12\x19.kvmesh.v1.SessionRequest\x1a\x1a.kvmesh.v1.SessionResponse(\x01\x30\x01\x12\x43\n\x08GetPools\x12\x1a.kvmesh.v1.GetPoolsRequest\x1a\x1b.kvmesh.v1.GetPoolsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/decode.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\x1a\x19kvmesh/v1/conductor.proto\"\xbd\x01\n\x0eSessionRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.SessionHelloH\x00\x12(\n\x05start\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.StartRequestH\x00\x12*\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.CancelRequestH\x00\x12#\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x11.kvmesh.v1.CreditH\x00\x42\x06\n\x04kind\"m\n\x0cSessionHello\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\xa4\x03\n\x0cStartRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12+\n\x08sampling\x18\x07 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12\'\n\tplacement\x18\x08 \x01(\x0b\x32\x14.kvmesh.v1.Placement\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x15\n\rcredit_tokens\x18\x0c \x01(\r\x12\x14\n\x0c\x63hain_digest\x18\r \x01(\x0c\x12\x15\n\rweights_epoch\x18\x0e \x01(\x06\x12\x0e\n\x06tenant\x18\x10 \x01(\t\x12\x15\n\rtenant_weight\x18\x11 \x01(\x02\x12\x12\n\ncache_salt\x18\x12 \x01(\tJ\x04\x08\x0f\x10\x10R\x08tail_key\"-\n\rCancelRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"&\n\x06\x43redit\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\xd8\x01\n\x0fSessionResponse\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.kvmesh.v1.SessionHelloReply\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.StepTokens\x12%\n\x08\x66inished\x18\x03 \x03(\x0b\x32\x13.kvmesh.v1.Finished\x12!\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\x11.kvmesh.v1.Failed\x12\'\n\tprefilled\x18\x05 \x03(\x0b\x32\x14.kvmesh.v1.Prefilled\"s\n\x11SessionHelloReply\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\"y\n\nStepTokens\x12\x10\n\x04slot\x18\x01 \x03(\rB\x02\x10\x01\x12\x14\n\x08token_id\x18\x02 \x03(\rB\x02\x10\x01\x12\x17\n\x0btoken_index\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\"\x8e\x01\n\tPrefilled\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12(\n\x07timings\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\x12\x32\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.kvmesh.v1.PromptLogprobs\"\xb4\x01\n\x08\x46inished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.kvmesh.v1.StageTimings\"=\n\x06\x46\x61iled\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ErrorDetail2\x93\x01\n\x06\x44\x65\x63ode\x12\x44\n\x07Session\x12\x19.kvmesh.v1.SessionRequest\x1a\x1a.kvmesh.v1.SessionResponse(\x01\x30\x01\x12\x43\n\x08GetPools\x12\x1a.kvmesh.v1.GetPoolsRequest\x1a\x1b.kvmesh.v1.GetPoolsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,23 +44,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONHELLO']._serialized_start=280
   _globals['_SESSIONHELLO']._serialized_end=389
   _globals['_STARTREQUEST']._serialized_start=392
-  _globals['_STARTREQUEST']._serialized_end=792
-  _globals['_CANCELREQUEST']._serialized_start=794
-  _globals['_CANCELREQUEST']._serialized_end=839
-  _globals['_CREDIT']._serialized_start=841
-  _globals['_CREDIT']._serialized_end=879
-  _globals['_SESSIONRESPONSE']._serialized_start=882
-  _globals['_SESSIONRESPONSE']._serialized_end=1098
-  _globals['_SESSIONHELLOREPLY']._serialized_start=1100
-  _globals['_SESSIONHELLOREPLY']._serialized_end=1215
-  _globals['_STEPTOKENS']._serialized_start=1217
-  _globals['_STEPTOKENS']._serialized_end=1338
-  _globals['_PREFILLED']._serialized_start=1341
-  _globals['_PREFILLED']._serialized_end=1483
-  _globals['_FINISHED']._serialized_start=1486
-  _globals['_FINISHED']._serialized_end=1666
-  _globals['_FAILED']._serialized_start=1668
-  _globals['_FAILED']._serialized_end=1729
-  _globals['_DECODE']._serialized_start=1732
-  _globals['_DECODE']._serialized_end=1879
+  _globals['_STARTREQUEST']._serialized_end=812
+  _globals['_CANCELREQUEST']._serialized_start=814
+  _globals['_CANCELREQUEST']._serialized_end=859
+  _globals['_CREDIT']._serialized_start=861
+  _globals['_CREDIT']._serialized_end=899
+  _globals['_SESSIONRESPONSE']._serialized_start=902
+  _globals['_SESSIONRESPONSE']._serialized_end=1118
+  _globals['_SESSIONHELLOREPLY']._serialized_start=1120
+  _globals['_SESSIONHELLOREPLY']._serialized_end=1235
+  _globals['_STEPTOKENS']._serialized_start=1237
+  _globals['_STEPTOKENS']._serialized_end=1358
+  _globals['_PREFILLED']._serialized_start=1361
+  _globals['_PREFILLED']._serialized_end=1503
+  _globals['_FINISHED']._serialized_start=1506
+  _globals['_FINISHED']._serialized_end=1686
+  _globals['_FAILED']._serialized_start=1688
+  _globals['_FAILED']._serialized_end=1749
+  _globals['_DECODE']._serialized_start=1752
+  _globals['_DECODE']._serialized_end=1899
 # @@protoc_insertion_point(module_scope)

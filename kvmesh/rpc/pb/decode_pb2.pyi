@@ -101,6 +101,7 @@ class StartRequest(_message.Message):
     WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """names the request within this Session; never reused in it"""
     request_id: _builtins.str
@@ -128,6 +129,10 @@ class StartRequest(_message.Message):
     """whose prompt it is: prefill is fair between tenants; "": there is one"""
     tenant_weight: _builtins.float
     """of its prompts where those of several wait; 0: 1"""
+    cache_salt: _builtins.str
+    """Of the engine behind an external instance: prompts share its prefix cache with those of the same salt alone. "": with
+    all who have none.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -151,10 +156,11 @@ class StartRequest(_message.Message):
         weights_epoch: _builtins.int = ...,
         tenant: _builtins.str = ...,
         tenant_weight: _builtins.float = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "chain_digest", b"chain_digest", "credit_tokens", b"credit_tokens", "deadline_ms", b"deadline_ms", "model_fingerprint", b"model_fingerprint", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "traceparent", b"traceparent", "weights_epoch", b"weights_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_digest", b"chain_digest", "credit_tokens", b"credit_tokens", "deadline_ms", b"deadline_ms", "model_fingerprint", b"model_fingerprint", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "traceparent", b"traceparent", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

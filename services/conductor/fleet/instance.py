@@ -75,7 +75,7 @@ class Instance:
         # Whether prompts and rows share its steps: its `Load` then tells of rows what is running.
         self.mixes = registered.chunk_tokens > 0 or self.role is Role.BOTH or self.local_prefill_tokens > 0
         self.switchable = registered.switchable
-        self.http_url = registered.http_url
+        self.http_url, self.knowledge = registered.http_url, registered.knowledge
         self.queue.size_weight = registered.size_weight
         self.queue.fair = registered.tenant_fairness
 
@@ -85,6 +85,12 @@ class Instance:
         if self.role is Role.BOTH:
             return float("inf")
         return self.local_prefill_tokens if self.role is Role.DECODE else 0
+
+    @property
+    def external(self) -> bool:
+        """Whether an engine that is not kvmesh's own does its work. It gives and takes no KV: no instance is paired
+        with it, nor fetches from it."""
+        return self.http_url != ""
 
     @property
     def pools(self) -> tuple[tuple[object, ...], ...]:

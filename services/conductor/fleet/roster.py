@@ -6,10 +6,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
 from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
+from kvmesh.kvcache.keys import EXTERNAL
 from kvmesh.kvcache.tiers import MARK
 from kvmesh.membership.places import instance_of
 from kvmesh.pacing import MembershipLease, Pulse
-from kvmesh.services.conductor.domain import Life, ModelCard, NewestWeights, Register
+from kvmesh.services.conductor.domain import Life, ModelCard, NewestWeights, Register, Role
 from kvmesh.services.conductor.fleet.instance import Instance, ModelFits
 
 MAX_REPLACED = 4096
@@ -240,8 +241,17 @@ def _invalid(event: Register) -> InvalidRequest | None:
         ("model.name", model.name),
         ("model.fingerprint", model.fingerprint),
         ("model.kv_dtype", model.kv_dtype),
+        ("http_url", event.http_url),
     )
     path = model.weights_path
     wrong.append(("model.weights_path", path[:MAX_TEXT], f"is longer than {MAX_PATH} characters", len(path) > MAX_PATH))
+    external = model.fingerprint.startswith(EXTERNAL)
+    why = f"an external instance has a fingerprint that begins with {EXTERNAL!r}, and no other has one"
+    wrong.append(("model.fingerprint", model.fingerprint, why, external != bool(event.http_url)))
+    if event.http_url:
+        http = event.http_url.startswith(("http://", "https://"))
+        wrong.append(("http_url", event.http_url, "must begin with http:// or https://", not http))
+        why = "an external instance does both: it must be both"
+        wrong.append(("role", event.role.value, why, event.role is not Role.BOTH))
     wrong += [(name, text, f"is longer than {MAX_TEXT} characters", len(text) > MAX_TEXT) for name, text in texts]
     return next((InvalidRequest.of(name, value, why) for name, value, why, bad in wrong if bad), None)

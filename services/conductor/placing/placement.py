@@ -315,8 +315,11 @@ def _decode_pulls(
 
 
 def pairable(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
-    """Says whether the lists contain two different instances."""
-    return bool(prefills and decodes) and not (len(prefills) == len(decodes) == 1 and prefills[0] is decodes[0])
+    """Says whether the lists contain two different instances that can hand KV over. External ones cannot; their KV fits
+    none but external ones', so the first tells for all."""
+    if not (prefills and decodes) or prefills[0].external:
+        return False
+    return not (len(prefills) == len(decodes) == 1 and prefills[0] is decodes[0])
 
 
 def possible(
