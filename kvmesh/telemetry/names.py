@@ -26,6 +26,9 @@ The spans of one request:
         ├── kvmesh.first_decode              decode: joined the batch → second token
         └── kvmesh.generate                  decode: second token → finish
 
+An endpoint picker (`kvmesh.pick`: headers came → endpoints known) stands beside these, below the client's traceparent;
+where it asks the conductor, `kvmesh.place` is below it.
+
 A program that uses the store by itself, in a span of its own, sees below that span:
 
     kvmesh.locate, kvmesh.resolve, kvmesh.bind   store master: the call came → answered
@@ -169,7 +172,6 @@ PREEMPTIONS = "kvmesh.preemptions"
 CANDIDATES = "kvmesh.candidates"
 OUTCOME = "kvmesh.outcome"
 ENDPOINTS = "kvmesh.pick.endpoints"  # host:port,host:port,..., the choice first
-SERVED_ENDPOINT = "kvmesh.pick.served"  # the one that answered, as the proxy says
 TENANT = "kvmesh.tenant"  # name of the API key's entry, at most 64 characters
 
 MAX_RAILS = 16  # named in one span

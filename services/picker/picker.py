@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
-from opentelemetry.trace import Span
+from opentelemetry.context import Context
 
 from kvmesh.errors import (
     ContextTooLong,
@@ -99,16 +99,17 @@ class EndpointPicker:
         self._turn = 0
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="tokenize")
 
-    async def pick(self, asked: PickRequest, span: Span) -> PickedEndpoints:
-        """Returns the endpoints. Raises InvalidRequest for a body that is not JSON, ModelNotFound, Overloaded when the
+    async def pick(self, asked: PickRequest, attributes: dict[str, spans.Value], parent: Context) -> PickedEndpoints:
+        """Returns the endpoints. `attributes` gets those of the request's span, which the conductor's is below (`parent`).
+        Raises InvalidRequest for a body that is not JSON, ModelNotFound, Overloaded when the
         conductor refuses, Unavailable when there is no endpoint."""
         catalog, subset = self._catalog, asked.subset
         body = await self._parsed(asked)
         model = body.get("model") if body is not None else None
         model = model if isinstance(model, str) else ""
-        span.set_attribute(names.REQUEST_MODEL, brief(model, 200))
+        attributes[names.REQUEST_MODEL] = brief(model, 200)
         request_id = _new_id(asked.head.text(b"x-request-id"))
-        span.set_attribute(names.REQUEST_ID, request_id)
+        attributes[names.REQUEST_ID] = request_id
         engines = catalog.engines(model)
         if not engines and catalog.gateways:
             return self._gateway(asked, body, request_id, model)
@@ -117,8 +118,8 @@ class EndpointPicker:
             raise self._nothing(model, engines, subset)
         generation = read_generation(asked.head.path, body, asked.head.headers, _LIMITS) if body is not None else None
         if generation is not None and (prompt := await self._prompt(generation)) is not None:
-            span.set_attribute(names.PROMPT_TOKENS, prompt.tokens)
-            placed = await self._placed(generation, prompt, request_id, asked, able, span)
+            attributes[names.PROMPT_TOKENS] = prompt.tokens
+            placed = await self._placed(generation, prompt, request_id, asked, able, parent)
             if placed is not None:
                 return placed
         addresses = [one.address for one in able]
@@ -198,7 +199,7 @@ class EndpointPicker:
         request_id: str,
         asked: PickRequest,
         able: list[EngineEndpoint],
-        span: Span,
+        parent: Context,
     ) -> PickedEndpoints | None:
         """Returns the conductor's choice, with other engines behind it; None when it has none that may be picked."""
         facts = self._catalog.facts[generation.model]
@@ -210,7 +211,7 @@ class EndpointPicker:
         start = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self._config.schedule_timeout_ms / 1000
         try:
-            placement = await self._conductor.schedule(request, deadline, spans.context_of(span))
+            placement = await self._conductor.schedule(request, deadline, parent)
         except (Overloaded, Paused):
             raise
         except _BY_LOAD as err:

@@ -119,15 +119,17 @@ class _PickerStream:
     async def _decide(self) -> None:
         exchange, start = self._exchange, time.perf_counter()
         parent = spans.context_from(exchange.head.text(b"traceparent"))
-        span = spans.begin(names.SPAN_PICK, parent, start_ns=self._span_start)
+        own, attributes = spans.reserve(parent), dict[str, spans.Value]()
         outcome, by, failure = "internal", "none", ""
         try:
             if self._servicer.stopping:
                 raise Unavailable("the picker is shutting down", retry_after_ms=1000)
             asked = PickRequest(exchange.head, exchange.body, exchange.subset)
-            self._picked = picked = await self._servicer._picker.pick(asked, span)
+            self._picked = picked = await self._servicer._picker.pick(
+                asked, attributes, parent if own is None else spans.context_of(own)
+            )
             outcome, by = "picked", picked.by
-            span.set_attribute(names.ENDPOINTS, ",".join(picked.addresses))
+            attributes[names.ENDPOINTS] = ",".join(picked.addresses)
             if not picked.reserved:
                 self._servicer._catalog.enter(picked.addresses[0])
             for answer in exchange.picked(picked.addresses):
@@ -137,8 +139,9 @@ class _PickerStream:
             raise
         finally:
             self._held.resize(REQUEST_BYTES)
-            span.set_attribute(names.OUTCOME, outcome)
-            spans.finish(span, error=failure)
+            attributes[names.OUTCOME] = outcome
+            end_ns = time.monotonic_ns()
+            spans.record(names.SPAN_PICK, parent, self._span_start, end_ns, attributes, error=failure, own=own)
             names.PICKER_DECISIONS.labels(by=by, outcome=outcome).inc()
             names.PICKER_SECONDS.observe(time.perf_counter() - start)
 

@@ -66,6 +66,8 @@ def subset_of(metadata: core.Metadata, namespace: str) -> frozenset[str] | None:
     match found.WhichOneof("kind"):
         case "string_value":
             texts = found.string_value.split(",")
+        case None:
+            texts = []
         case "list_value" if all(one.WhichOneof("kind") == "string_value" for one in found.list_value.values):
             texts = [one.string_value for one in found.list_value.values]
         case _:

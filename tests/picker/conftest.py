@@ -42,6 +42,7 @@ class PickerMesh:
         request = conductor_pb2.RegisterInstanceRequest(
             protocol_version=protocol.PROTOCOL_VERSION, instance=ref, role=common_pb2.ROLE_BOTH, node_id=name, model=card,
             capacity_blocks=4096, max_running_requests=8, http_url=f"http://{address}",
+            knowledge=conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK,
         )  # fmt: skip
         await self.stub.Register(request, timeout=TIMEOUT_S)
         self._beats += 1
@@ -70,9 +71,7 @@ async def picker_mesh(conductor: dict[str, Any], **more: Any) -> AsyncIterator[P
         running(conductor_main.run, ConductorConfig(**told)) as conducting,
         running(
             picker_main.run,
-            PickerConfig(
-                port=0, conductor=conducting.address, **({"model": str(DEMO), "served_name": MODEL} | more)
-            ),
+            PickerConfig(port=0, conductor=conducting.address, **({"model": str(DEMO), "served_name": MODEL} | more)),
         ) as picking,
         ProxyClient(picking.address) as proxy,
         channels.connect(conducting.address) as channel,

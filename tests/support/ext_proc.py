@@ -36,6 +36,7 @@ def headers_message(
         message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     if subset is not None:
         told = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        told.fields["x-gateway-destination-endpoint-subset"].list_value.SetInParent()
         told.fields["x-gateway-destination-endpoint-subset"].list_value.extend(subset)
     return message
 
