@@ -76,9 +76,9 @@ async def register(stub: Any, context_tokens: int) -> None:
         ref = common_pb2.InstanceRef(instance_id=f"e{number}", address="127.0.0.1:9", incarnation=1)
         await stub.Register(
             conductor_pb2.RegisterInstanceRequest(
-                protocol_version=protocol.PROTOCOL_VERSION, instance=ref, role=common_pb2.ROLE_BOTH, node_id=f"n{number}",
-                model=card, capacity_blocks=1 << 20, max_running_requests=4096, http_url=f"http://127.0.0.1:{7100 + number}",
-                knowledge=conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK,
+                protocol_version=protocol.PROTOCOL_VERSION, instance=ref, role=common_pb2.ROLE_BOTH,
+                node_id=f"n{number}", model=card, capacity_blocks=1 << 20, max_running_requests=4096,
+                http_url=f"http://127.0.0.1:{7100 + number}", knowledge=conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK,
             ),
             timeout=10,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import functools
 import logging
-import secrets
+import random
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +29,10 @@ from kvmesh.rpc.pb import conductor_pb2
 from kvmesh.services.gateway.api_keys import ANYBODY
 from kvmesh.services.gateway.conductor import Conductor
 from kvmesh.services.gateway.config import GatewayLimits
-from kvmesh.services.gateway.generation import Generation, brief
+from kvmesh.services.gateway.generation import Generation, Prompt, brief
 from kvmesh.services.gateway.models import ServedModelFacts
 from kvmesh.services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, parse_cost, tokenize_cost
+from kvmesh.services.gateway.text.chat import Chat
 from kvmesh.services.gateway.text.prepare import ModelBounds
 from kvmesh.services.picker import decide
 from kvmesh.services.picker.catalog import EndpointCatalog, endpoints_ready
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 
 _MAX_ID_CHARS = 100
 _SMALL_WORK_BYTES = 16 << 20
+_SHORT_BODY = 64 << 10  # parsed at once
+_HERE_CHARS = 2048  # so many are tokenized at once, in a millisecond or two
 _LIMITS = GatewayLimits(max_messages=65_536)
 _SESSION = b"x-kvmesh-session"
 _BY_LOAD = (
@@ -54,6 +57,7 @@ _BY_LOAD = (
     InvalidRequest,
     Unavailable,
 )  # of the conductor: nothing is known to be wrong
+_KNOWN, _NEW = (names.PICKER_CHARS.labels(found=found) for found in ("known", "new"))
 Made = TypeVar("Made")
 
 
@@ -100,9 +104,9 @@ class EndpointPicker:
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="tokenize")
 
     async def pick(self, asked: PickRequest, attributes: dict[str, spans.Value], parent: Context) -> PickedEndpoints:
-        """Returns the endpoints. `attributes` gets those of the request's span, which the conductor's is below (`parent`).
-        Raises InvalidRequest for a body that is not JSON, ModelNotFound, Overloaded when the
-        conductor refuses, Unavailable when there is no endpoint."""
+        """Returns the endpoints. `attributes` gets those of the request's span; `parent` is what the conductor's is
+        below. Raises InvalidRequest for a body that is not JSON, ModelNotFound, Overloaded when the conductor refuses,
+        Unavailable when there is no endpoint."""
         catalog, subset = self._catalog, asked.subset
         body = await self._parsed(asked)
         model = body.get("model") if body is not None else None
@@ -155,7 +159,8 @@ class EndpointPicker:
         if not asked.body or (asked.head.path not in INTERFACES and not _is_json(asked.head)):
             return None
         body = asked.body
-        found = await self._work(parse_cost(body), functools.partial(_parse, body), here=len(body) <= 256 << 10)
+        parse = functools.partial(_parse, body)
+        found = parse() if len(body) <= _SHORT_BODY else await self._work(parse_cost(body), parse)
         if not isinstance(found, dict):
             if asked.head.path in INTERFACES:
                 raise InvalidRequest("body: must be a JSON object", field="body")
@@ -168,22 +173,24 @@ class EndpointPicker:
         if reader is None or facts is None:
             return None
         start = time.perf_counter()
-        known, new = reader.texts.known_chars, reader.texts.new_chars
         bounds = ModelBounds(facts.block_tokens, facts.max_context_tokens, facts.vocab_size)
         namespace = facts.namespace(ANYBODY, generation.cache_salt)
-        work = functools.partial(reader.read, generation, namespace, bounds, datetime.datetime.now)
-        try:
-            return await self._work(tokenize_cost(generation.prompts), work)
-        finally:
-            names.PICKER_TOKENIZE.observe(time.perf_counter() - start)
-            names.PICKER_CHARS.labels(found="known").inc(max(0, reader.texts.known_chars - known))
-            names.PICKER_CHARS.labels(found="new").inc(max(0, reader.texts.new_chars - new))
+        cost = tokenize_cost(generation.prompts)
+        begin = functools.partial(reader.begin, generation, bounds, datetime.datetime.now)
+        # What is known needs no thread: a wake-up costs as much as looking it up.
+        begun = begin() if cost <= _SMALL_WORK_BYTES else await self._work(cost, begin)
+        if begun is None:
+            return None
+        finish = functools.partial(reader.finish, begun, namespace, bounds)
+        found = finish() if begun.new_chars <= _HERE_CHARS else await self._work(cost, finish)
+        _KNOWN.inc(max(0, sum(map(_size, generation.prompts)) - begun.new_chars))
+        _NEW.inc(begun.new_chars)
+        names.PICKER_TOKENIZE.observe(time.perf_counter() - start)
+        return found
 
-    async def _work(self, cost: int, work: Callable[[], Made], *, here: bool = False) -> Made:
-        """Does `work`, which takes about `cost` bytes, off the event loop unless it is short (`here`). Raises
-        Overloaded when there is no room for it in time."""
-        if cost <= _SMALL_WORK_BYTES and here:
-            return work()
+    async def _work(self, cost: int, work: Callable[[], Made]) -> Made:
+        """Does `work`, which takes about `cost` bytes, off the event loop. Raises Overloaded when there is no room for
+        it in time."""
         loop = asyncio.get_running_loop()
         if cost <= _SMALL_WORK_BYTES:  # as many as there are threads
             return await loop.run_in_executor(self._pool, work)
@@ -275,4 +282,11 @@ def _parse(body: bytes) -> Any:
 def _new_id(given: str) -> str:
     """Returns a name of the request of its own, which begins with what its client, or the proxy, called it."""
     kept = "".join(letter for letter in given[:_MAX_ID_CHARS] if letter.isascii() and letter.isprintable())
-    return f"{kept}-{secrets.token_hex(4)}" if kept else secrets.token_hex(16)
+    return f"{kept}-{random.getrandbits(32):08x}" if kept else f"{random.getrandbits(128):032x}"
+
+
+def _size(prompt: Prompt) -> int:
+    """Returns the characters of a text; a chat's are those of its messages, without the template's."""
+    if isinstance(prompt, Chat):
+        return sum(len(one.content) for one in prompt.messages)
+    return len(prompt) if isinstance(prompt, str) else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvmesh.errors import ContextTooLong, InvalidRequest
 from kvmesh.kvcache.keys import TOKEN_BYTES, Namespace, pack_tokens
@@ -18,7 +18,7 @@ from kvmesh.services.gateway.generation import Generation, Prompt
 from kvmesh.services.gateway.rest import serving_headers
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
-from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates
+from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates, Rendered
 from kvmesh.services.gateway.text.encoded_texts import EncodedTexts
 from kvmesh.services.gateway.text.prepare import ModelBounds
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
@@ -62,6 +62,13 @@ def read_generation(
         return None
 
 
+class RenderedPrompts(NamedTuple):
+    """Prompts as texts, or packed ids. `new_chars` would be tokenized now: the others are known."""
+
+    prompts: list[Rendered | str | bytes]
+    new_chars: int
+
+
 class PromptReader:
     """Tokenizer, chat template and known texts of one model. `cache_bytes` is for the texts and for the keys, each."""
 
@@ -73,33 +80,50 @@ class PromptReader:
         self._chains = KeyChains(cache_bytes)
         self._before, self._behind = self._added()
 
-    def read(
-        self, generation: Generation, namespace: Namespace, bounds: ModelBounds, now: Callable[[], datetime.datetime]
-    ) -> KeyedPrompt | None:
-        """Returns tokens and keys; None for what the model cannot take."""
+    def begin(
+        self, generation: Generation, bounds: ModelBounds, now: Callable[[], datetime.datetime]
+    ) -> RenderedPrompts | None:
+        """Returns the prompts as texts; None for what the model cannot take."""
         try:
-            packed = [self._packed(prompt, bounds, now) for prompt in generation.prompts]
+            found = [self._rendered(prompt, bounds, now) for prompt in generation.prompts]
         except InvalidRequest:
             return None
+        return RenderedPrompts(found, sum(map(self._new_in, found)))
+
+    def finish(self, begun: RenderedPrompts, namespace: Namespace, bounds: ModelBounds) -> KeyedPrompt | None:
+        """Returns tokens and keys; None for what the model cannot take."""
+        packed = [self._packed(one) for one in begun.prompts]
         tokens = [len(one) // TOKEN_BYTES for one in packed]
         if not all(tokens) or max(tokens) >= bounds.max_context_tokens:
             return None
         return KeyedPrompt(sum(tokens), self._chains.keys(namespace, packed[0], bounds.block_tokens))
 
-    def _packed(self, prompt: Prompt, bounds: ModelBounds, now: Callable[[], datetime.datetime]) -> bytes:
+    def _rendered(
+        self, prompt: Prompt, bounds: ModelBounds, now: Callable[[], datetime.datetime]
+    ) -> Rendered | str | bytes:
         if isinstance(prompt, list):
             if max(prompt) >= bounds.vocab_size:
                 raise InvalidRequest.of("prompt", max(prompt), "token id outside the vocabulary")
             return pack_tokens(prompt)
-        rendered = self._chats.render(prompt, now) if isinstance(prompt, Chat) else None
-        text = rendered.text if rendered is not None else str(prompt)
-        if len(text) > bounds.max_context_tokens * self._tokenizer.longest:  # it would not fit, so it is not tokenized
-            raise ContextTooLong(f"{len(text)} characters", field="prompt")
-        if rendered is not None:
-            return self._chats.encode_packed(rendered, self.texts)
+        found = self._chats.render(prompt, now) if isinstance(prompt, Chat) else str(prompt)
+        size = len(found if isinstance(found, str) else found.text)
+        if size > bounds.max_context_tokens * self._tokenizer.longest:  # it would not fit, so it is not tokenized
+            raise ContextTooLong(f"{size} characters", field="prompt")
+        return found
+
+    def _new_in(self, prompt: Rendered | str | bytes) -> int:
+        if isinstance(prompt, bytes):
+            return 0
+        return self.texts.new_in(prompt if isinstance(prompt, str) else prompt.text)
+
+    def _packed(self, prompt: Rendered | str | bytes) -> bytes:
+        if isinstance(prompt, bytes):
+            return prompt
+        if isinstance(prompt, Rendered):
+            return self._chats.encode_packed(prompt, self.texts)
         if not self._special_prompts:
-            return pack_tokens(self._tokenizer.encode_as_text(text, add_special_tokens=True))
-        return self._before + self.texts.encode(text).packed + self._behind
+            return pack_tokens(self._tokenizer.encode_as_text(prompt, add_special_tokens=True))
+        return self._before + self.texts.encode(prompt).packed + self._behind
 
     def _added(self) -> tuple[bytes, bytes]:
         """Returns the packed special tokens that the tokenizer writes before and behind a text."""

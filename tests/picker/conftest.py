@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from typing import Any
-
-import pytest
 
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
@@ -40,8 +37,8 @@ class PickerMesh:
             max_context_tokens=4096, vocab_size=512, eos_token_ids=[0], kv_bytes_per_token=64,
         )  # fmt: skip
         request = conductor_pb2.RegisterInstanceRequest(
-            protocol_version=protocol.PROTOCOL_VERSION, instance=ref, role=common_pb2.ROLE_BOTH, node_id=name, model=card,
-            capacity_blocks=4096, max_running_requests=8, http_url=f"http://{address}",
+            protocol_version=protocol.PROTOCOL_VERSION, instance=ref, role=common_pb2.ROLE_BOTH, node_id=name,
+            model=card, capacity_blocks=4096, max_running_requests=8, http_url=f"http://{address}",
             knowledge=conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK,
         )  # fmt: skip
         await self.stub.Register(request, timeout=TIMEOUT_S)
@@ -77,16 +74,3 @@ async def picker_mesh(conductor: dict[str, Any], **more: Any) -> AsyncIterator[P
         channels.connect(conducting.address) as channel,
     ):
         yield PickerMesh(conducting, picking, proxy, conductor_pb2_grpc.ConductorStub(channel))  # type: ignore[no-untyped-call]
-
-
-Start = Callable[..., AbstractAsyncContextManager[PickerMesh]]
-
-
-@pytest.fixture
-def start_mesh() -> Start:
-    """Starts a mesh of its own; keyword arguments are the picker's settings, `conductor` those of the conductor."""
-
-    def start(conductor: dict[str, Any] | None = None, **more: Any) -> AbstractAsyncContextManager[PickerMesh]:
-        return picker_mesh(conductor or {}, **more)
-
-    return start

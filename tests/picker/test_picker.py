@@ -236,7 +236,7 @@ async def test_streams_side_by_side(mesh: PickerMesh) -> None:
         body = completion(prompt(number % 7) + f" {number}", session=f"s{number % 7}")
         return (await mesh.proxy.ask(body, pieces=1 + number % 3)).endpoints
 
-    found = await asyncio.gather(*(one(number) for number in range(200)))
+    found = await asyncio.gather(*(one(number) for number in range(100)))
     assert all(set(endpoints) == {A, B, C} for endpoints in found)
     await nothing_pending(mesh)
 

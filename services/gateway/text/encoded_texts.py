@@ -21,7 +21,7 @@ import tokenizers
 from kvmesh.kvcache.keys import TOKEN_BYTES, pack_tokens
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 
-PIECE_CHARS = 1024
+PIECE_CHARS = 512
 _ENTRY_BYTES = 400  # of Python's objects around an entry
 _CUT = re.compile(r"(?<=[A-Za-z])(?=[ \n])")
 _PROBES = ("a b", "word\nword", "It's I'll we\n\n  x", "aB cD\n1 2 a  b", "x1 y.z a\n")
@@ -49,8 +49,6 @@ class EncodedTexts:
         self._lock = threading.Lock()
         self.divides = divides(tokenizer.inner)
         self.held_bytes = 0
-        self.known_chars = 0  # of all texts so far: those that were not tokenized again
-        self.new_chars = 0
 
     def encode(self, text: str) -> EncodedText:
         """Returns the ids of `text`, without the special tokens that a tokenizer adds around a text."""
@@ -64,11 +62,14 @@ class EncodedTexts:
                 for piece, entry in made.items():
                     self._put(piece, entry)
             found = [made[piece] if one is None else one for piece, one in zip(pieces, found, strict=True)]
-        new = sum(map(len, missing))
-        self.new_chars += new
-        self.known_chars += len(text) - new
         whole = [one for one in found if one is not None]
         return EncodedText(b"".join(one.packed for one in whole), sum(one.special for one in whole))
+
+    def new_in(self, text: str) -> int:
+        """Returns how many characters of `text` would be tokenized now."""
+        pieces = self._cut(text) if self.divides else [text]
+        with self._lock:
+            return sum(len(piece) for piece in pieces if piece not in self._pieces)
 
     def _entry(self, ids: list[int]) -> EncodedText:
         return EncodedText(pack_tokens(ids), self._tokenizer.count_special(ids))
