@@ -27,23 +27,24 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 PROBE_TIMEOUT_S = 1.0
 RESOLVE_TIMEOUT_S = 2.0
-RESOLVED_S = 30.0  # so long an address that was found for a name is believed
+RESOLVED_S = 5.0  # so long an address that was found for a name is believed
 FORGET_S = 30.0  # a conductor that is silent for so long knows nothing of its instances any more
 
 
 class EndpointNames:
-    """Addresses of names, `ip:port` each: proxies are told no names. What cannot be found keeps its last address."""
+    """Addresses of names, `ip:port` each: proxies are told no names. A name may stand for several (the pods behind a
+    headless service). What cannot be found keeps its last addresses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._found: dict[str, tuple[str, float]] = {}
+        self._found: dict[str, tuple[tuple[str, ...], float]] = {}
 
-    async def address_of(self, name: str) -> str:
-        """Returns the `ip:port` of a `host:port`; "" while none was ever found."""
+    async def addresses_of(self, name: str) -> tuple[str, ...]:
+        """Returns each `ip:port` of a `host:port`, in order; () while none was ever found."""
         host, port = split_address(name)
         with contextlib.suppress(ValueError):
-            return join(str(ipaddress.ip_address(host)), port)
-        found, at = self._found.get(name, ("", float("-inf")))
+            return (join(str(ipaddress.ip_address(host)), port),)
+        found, at = self._found.get(name, ((), float("-inf")))
         if found and self._clock() < at + RESOLVED_S:
             return found
         try:
@@ -52,7 +53,7 @@ class EndpointNames:
         except (OSError, UnicodeError, TimeoutError) as err:
             log.warning("endpoint %s: its address is not found: %s", name, err or "too slow")
             return found
-        found = join(str(infos[0][4][0]), port)
+        found = tuple(sorted({join(str(info[4][0]), port) for info in infos}))
         self._found[name] = found, self._clock()
         return found
 
@@ -143,11 +144,12 @@ class EndpointCatalog:
 
     async def look(self, client: httpx.AsyncClient) -> None:
         """Looks at everything once."""
-        probes = [self._probe(client, name) for name in self._gateway_names]
         asking = asyncio.create_task(self._ask())
-        states = await asyncio.gather(*probes)
+        resolved = await asyncio.gather(*map(self._names.addresses_of, self._gateway_names))
+        addresses = list(dict.fromkeys(address for some in resolved for address in some))
+        states = await asyncio.gather(*(self._probe(client, address) for address in addresses))
         found = await asking
-        self._ready_gateways = {address: ready for address, ready in states if address}
+        self._ready_gateways = dict(zip(addresses, states, strict=True))
         await self._take(found)
         self._names.keep_only([*self._gateway_names, *(url_address(one.http_url) for one in found or ())])
         ready = sum(self._ready_gateways.values()), sum(one.ready for one in self._by_id.values())
@@ -179,7 +181,7 @@ class EndpointCatalog:
 
     async def _address(self, one: conductor_pb2.InstanceStatus) -> str:
         name = url_address(one.http_url)
-        return await self._names.address_of(name) if name else ""
+        return next(iter(await self._names.addresses_of(name)), "") if name else ""
 
     def _set(self, engines: Sequence[EngineEndpoint]) -> None:
         self._by_id = {one.instance_id: one for one in engines}
@@ -189,17 +191,15 @@ class EndpointCatalog:
             by_model.setdefault(one.model, []).append(one)
         self._by_model = by_model
 
-    async def _probe(self, client: httpx.AsyncClient, name: str) -> tuple[str, bool]:
-        address = await self._names.address_of(name)
-        if not address or not self._probes:
-            return address, bool(address)
+    async def _probe(self, client: httpx.AsyncClient, address: str) -> bool:
+        if not self._probes:
+            return True
         try:
-            answer = await client.get(f"http://{address}/ready")
+            return (await client.get(f"http://{address}/ready")).status_code == 200
         except httpx.HTTPError as err:
             if self._ready_gateways.get(address, True):
-                log.warning("gateway %s is not ready: %s", name, err or type(err).__name__)
-            return address, False
-        return address, answer.status_code == 200
+                log.warning("gateway %s is not ready: %s", address, err or type(err).__name__)
+            return False
 
 
 def _engine(told: conductor_pb2.InstanceStatus, address: str) -> EngineEndpoint:

@@ -26,9 +26,9 @@ class PickerConfig(ServiceConfig):
     gateways: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "REST ports of kvmesh gateways, IP:PORT with commas between: they are picked for models that no "
-            "engine with a URL of its own serves.",
-            "metavar": "IP:PORT,...",
+            "help": "REST ports of kvmesh gateways, HOST:PORT with commas between: they are picked for models that no "
+            "engine with a URL of its own serves. A name may stand for several (a headless service).",
+            "metavar": "HOST:PORT,...",
         },
     )
     gateway_probe: str = field(

@@ -125,9 +125,11 @@ async def test_envoy_is_killed_and_comes_back(mesh: EnvoyMesh) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         with contextlib.suppress(httpx.HTTPError):
             async with client.stream("POST", f"{mesh.envoy.url}/v1/completions", json=body) as answer:
-                await anext(answer.aiter_lines())
+                lines = answer.aiter_lines()
+                await anext(lines)
                 await mesh.envoy.kill()
-                await answer.aread()
+                async for _ in lines:
+                    pass
 
     async def nothing_left() -> bool:
         return await mesh.metric("kvmesh_picker_streams_count") == 0
