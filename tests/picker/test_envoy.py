@@ -143,7 +143,8 @@ async def test_a_gateway_that_dies_costs_no_request(mesh: EnvoyMesh) -> None:
     """The picker names it still for up to a second: then Envoy goes on to the fallback."""
     pid = mesh.mesh.pid("gateway")
     mesh.mesh.kill("gateway")
-    answers = [(await mesh.ask()).status_code for _ in range(12)]
-    assert answers == [200] * 12
+    answers = await asyncio.gather(*(mesh.ask() for _ in range(12)))
+    assert [one.status_code for one in answers] == [200] * 12
+    assert {one.json()["choices"][0]["finish_reason"] for one in answers} == {"length"}
     assert await mesh.metric('kvmesh_picker_served_total{endpoint="fallback"}') >= 1
     await mesh.mesh.restarted("gateway", pid)
