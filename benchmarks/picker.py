@@ -141,6 +141,15 @@ async def one(stub: Any, body: bytes, hold: asyncio.Event | None = None) -> floa
     return took
 
 
+def core_ms() -> float:
+    """Returns the CPU milliseconds of a million steps of a loop in Python: some 25 on a usual core, more on a slow or
+    shared one."""
+    start = time.thread_time()
+    for _ in range(1_000_000):
+        pass
+    return 1000 * (time.thread_time() - start)
+
+
 async def closed_loop(stub: Any, bodies: Sequence[bytes], at_once: int) -> float:
     """Asks for all of them, so many at once; returns the seconds."""
     left = iter(bodies)
@@ -207,7 +216,7 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         return {
             "requests": len(bodies), "body_kib": sum(map(len, bodies)) / len(bodies) / 1024,
             "picker_cpu_ms": 1000 * picker_s / len(bodies), "conductor_cpu_ms": 1000 * conductor_s / len(bodies),
-            "decisions_per_core_s": rate, "decisions_per_s": len(bodies) / wall_s, "streams": args.streams,
+            "decisions_per_core_s": rate, "decisions_per_s": len(bodies) / wall_s, "streams": args.streams, "core_ms": core_ms(),
             "p50_ms": 1000 * quantile(held_s, 0.5), "p99_ms": 1000 * quantile(held_s, 0.99),
         }  # fmt: skip
 

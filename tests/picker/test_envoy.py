@@ -145,6 +145,6 @@ async def test_a_gateway_that_dies_costs_no_request(mesh: EnvoyMesh) -> None:
     mesh.mesh.kill("gateway")
     answers = await asyncio.gather(*(mesh.ask() for _ in range(12)))
     assert [one.status_code for one in answers] == [200] * 12
-    assert {one.json()["choices"][0]["finish_reason"] for one in answers} == {"length"}
+    assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
     assert await mesh.metric('kvmesh_picker_served_total{endpoint="fallback"}') >= 1
     await mesh.mesh.restarted("gateway", pid)
