@@ -84,6 +84,13 @@ SERVICES: dict[str, Service] = {
         "Store master: membership and the block map.",
         "--port 7002",
     ),
+    "picker": _service(
+        "picker",
+        "Endpoint picker of the Gateway API Inference Extension (ext-proc): a proxy asks it where a request shall go. "
+        "It tokenizes a prompt once and asks the conductor, or picks the least loaded gateway; it names an endpoint "
+        "and fallbacks, or answers 429 and 503 itself.",
+        "--conductor 127.0.0.1:7001 --model ./my-model --gateways 127.0.0.1:8000 --port 9002",
+    ),
     "ranks": Service(
         "Rank host: runs ranks of instances whose front is on another machine (their --rank-hosts).",
         "--host 10.0.0.2 --port 7050 --model ./my-model --store 10.0.0.1:7002",

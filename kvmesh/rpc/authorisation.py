@@ -183,6 +183,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
         "Register": _may(_I, claim=_OWN),
         "Heartbeat": _may(_I, claim=_OWN),
         "Schedule": _may(_G),
+        "Release": _may(_G),
         "ListModels": _may(_G, _O),
         "GetStatus": _may(_C, _G, _O),
         "Explain": _may(_O),
@@ -228,6 +229,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
     "kvmesh.v1.Doors": {"FindDoor": Permission(_ANY)},
     "kvmesh.v1.Traces": {"Keep": _may(_G)},
     "kvmesh.v1.Gateway": {"Generate": PUBLIC, "GetGatewayStatus": PUBLIC},
+    "envoy.service.ext_proc.v3.ExternalProcessor": {"Process": _may(_G, _L)},  # a proxy is a client, or of a gateway
     "kvmesh.v1.Doctor": {"Greet": PUBLIC, "Attend": PUBLIC, "Step": PUBLIC},
     "grpc.health.v1.Health": {"Check": EVERYBODY, "Watch": EVERYBODY, "List": EVERYBODY},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Permission(_ANY)},
@@ -243,6 +245,7 @@ LISTENERS: dict[str, tuple[str, ...]] = {
     "pool node": ("NodeStore", "Traces"),
     "rank host": ("RankHost", "Traces"),
     "gateway": ("Gateway",),
+    "endpoint picker": ("envoy.service.ext_proc.v3.ExternalProcessor", "Traces"),
     "kvmesh doctor": ("Doctor",),
 }
 

@@ -202,11 +202,17 @@ class Server:
         )
         self._health = HealthServicer(limits.watchers)
         self._services: list[str] = []
+        self._probes: dict[str, bool] = {}  # names of health alone; whether they only say that the process lives
         self._ready = False
 
     def serves(self, full_service_name: str) -> None:
         """Registers a service, e.g. "kvmesh.v1.Gateway", with health and reflection."""
         self._services.append(full_service_name)
+
+    def answers_probe(self, name: str, *, live: bool) -> None:
+        """Registers a name with health that is no service: `live` ones serve from `start` to `stop`, others while the
+        server is ready."""
+        self._probes[name] = live
 
     @property
     def address(self) -> str:
@@ -248,6 +254,8 @@ class Server:
     def _publish(self, ready: bool) -> None:
         for name in ("", *self._services):
             self._health.set(name, ready)
+        for name, live in self._probes.items():
+            self._health.set(name, ready or live)
 
     async def stop(self, grace_s: float) -> None:
         """Reports NOT_SERVING, takes no new calls, gives running ones `grace_s` seconds, and cancels what is left."""

@@ -27,6 +27,9 @@ The spans of one request:
         ├── kvmesh.first_decode              decode: joined the batch → second token
         └── kvmesh.generate                  decode: second token → finish
 
+An endpoint picker (`kvmesh.pick`: headers came → endpoints known) stands beside these, below the client's traceparent;
+where it asks the conductor, `kvmesh.place` is below it.
+
 A program that uses the store by itself, in a span of its own, sees below that span:
 
     kvmesh.locate, kvmesh.resolve, kvmesh.bind   store master: the call came → answered
@@ -68,6 +71,7 @@ SPAN_HOLD = "kvmesh.hold"
 SPAN_TOKENIZE = "kvmesh.tokenize"
 SPAN_SCHEDULE = "kvmesh.schedule"
 SPAN_MIGRATE = "kvmesh.migrate"  # an answer goes on elsewhere: from the loss to the next token
+SPAN_PICK = "kvmesh.pick"  # endpoint picker: the request's headers came → answered
 SPAN_PLACE = "kvmesh.place"
 SPAN_REQUEST = "kvmesh.request"
 SPAN_ADMIT = "kvmesh.admit"
@@ -169,6 +173,7 @@ HANDOFF_EPOCH = "kvmesh.handoff_epoch"
 PREEMPTIONS = "kvmesh.preemptions"
 CANDIDATES = "kvmesh.candidates"
 OUTCOME = "kvmesh.outcome"
+ENDPOINTS = "kvmesh.pick.endpoints"  # host:port,host:port,..., the choice first
 TENANT = "kvmesh.tenant"  # name of the API key's entry, at most 64 characters
 
 MAX_RAILS = 16  # named in one span
@@ -191,7 +196,7 @@ def transfer_attributes(
 # ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 
 # "node": the node store of a prefill, decode or pool process, served beside the service's own.
-SERVICES = ("gateway", "conductor", "prefill", "decode", "store", "node", "external")
+SERVICES = ("gateway", "conductor", "prefill", "decode", "store", "node", "external", "picker")
 REGISTRIES: dict[str, CollectorRegistry] = {name: CollectorRegistry() for name in SERVICES}
 _PROCESS = CollectorRegistry()
 ProcessCollector(registry=_PROCESS)
@@ -266,6 +271,22 @@ GATEWAY_QUOTA_REDIS_FAILURES = _counter(
 
 # reason: too_large (over max_response_bytes), unavailable (the store failed, or was too slow).
 GATEWAY_RESPONSES_NOT_STORED = _counter("gateway_responses_not_stored_total", "Responses that are not kept.", "reason")
+
+# Endpoint picker. by: placement (the conductor's), load (of engines, without tokens), gateway, none (refused before).
+# outcome: picked, or the `code` of the error tree.
+PICKER_DECISIONS = _counter("picker_decisions_total", "Requests answered with endpoints, or refused.", "by", "outcome")
+PICKER_SECONDS = _histogram("picker_decision_seconds", "Whole request here until its endpoints are known.", _STEP)
+PICKER_TOKENIZE = _histogram("picker_tokenize_seconds", "Template, tokenize, hash, and the wait for a thread.", _STEP)
+PICKER_SCHEDULE = _histogram("picker_schedule_seconds", "Asking the conductor.", _STEP)
+PICKER_STREAMS = _gauge("picker_streams_count", "Open streams of proxies: requests that are not over.")
+# found: known (tokenized before, as a part of another text), new.
+PICKER_CHARS = _counter("picker_prompt_chars_total", "Characters of prompts.", "found")
+# endpoint: chosen, fallback, other (one that was not named), untold, refused (the engine answered 5xx).
+PICKER_SERVED = _counter("picker_served_total", "Requests by who answered them.", "endpoint")
+# outcome: told, lost (the conductor could not be reached: it forgets them after a while by itself).
+PICKER_RELEASES = _counter("picker_releases_total", "Requests whose end the conductor was to be told.", "outcome")
+PICKER_ENDPOINTS = _gauge("picker_endpoints_count", "Endpoints that may be picked.", "kind")
+PICKER_READY = _gauge("picker_ready_bool", "1 when there is an endpoint to pick.")
 
 # Conductor. outcome: placed, overloaded, unavailable, ...; reason: ttft, tbt, capacity, no_instance.
 CONDUCTOR_DECISIONS = _counter("conductor_decisions_total", "Schedule calls answered.", "outcome")

@@ -276,6 +276,16 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class RequestReleased:
+    """A request is over that was placed at an engine which reports nothing of it itself; whoever asked for its
+    placement says so. `served_by` is the instance that answered, "" when none did."""
+
+    request_id: str
+    served_by: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
 class MembersReset:
     """A snapshot of the store master's members. It follows the announcements of the same snapshot, and replaces all
     that was known before."""
@@ -348,6 +358,7 @@ Event = (
     Register
     | Heartbeat
     | Schedule
+    | RequestReleased
     | MembersReset
     | MemberJoined
     | MemberGone

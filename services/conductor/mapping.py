@@ -38,6 +38,7 @@ from kvmesh.services.conductor.domain import (
     Ref,
     Register,
     RequestOutcome,
+    RequestReleased,
     RequestsHeld,
     Role,
     Schedule,
@@ -194,6 +195,15 @@ def heartbeat_in(request: pb.HeartbeatRequest, *, by_door: bool = False) -> Hear
         ),
         outcomes=tuple(outcome_in(o) for o in request.outcomes if o.outcome in _OUTCOMES),
     )
+
+
+def released_in(told: pb.ReleasedRequest) -> RequestReleased:
+    """Converts one request of a Release. Raises InvalidRequest."""
+    if not told.request_id:
+        raise InvalidRequest.of("requests.request_id", told.request_id, "must not be empty")
+    if told.outcome not in _OUTCOMES:
+        raise InvalidRequest.of("requests.outcome", told.outcome, "must be done, cancelled, failed or refused")
+    return RequestReleased(told.request_id, told.served_by, _OUTCOMES[told.outcome])
 
 
 def outcome_in(told: pb.RequestOutcome) -> RequestOutcome:

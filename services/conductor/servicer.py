@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 COUNTED_S = 0.15  # between two counts of the instances for gauges: ticks of many instances come more often
 SHOWN_S = 1.0  # between two looks at what gauges show and takes long to find out
+MOST_RELEASED = 1024  # requests in one Release
 VIEWED = 25  # instances of a status, before others have their turn
 
 Step = Callable[[Event, float], Sequence[Action]]
@@ -235,6 +236,14 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         names.CONDUCTOR_PREDICTED_TTFT.observe(answer.expected_ttft_s)
         names.CONDUCTOR_FETCHED_BLOCKS.inc(sum(r.blocks for r in answer.pulls))
         return answer
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:  # noqa: N802
+        """Raises InvalidRequest, and then has released none."""
+        if len(request.requests) > MOST_RELEASED:
+            raise InvalidRequest.of("requests", len(request.requests), f"at most {MOST_RELEASED} at once")
+        for event in [mapping.released_in(told) for told in request.requests]:
+            self.deliver(event)
+        return pb.ReleaseResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         """Returns one card per model name. Raises InvalidRequest."""

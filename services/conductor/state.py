@@ -35,6 +35,8 @@ from kvmesh.services.conductor.domain import (
     OutOfStep,
     Refuse,
     Register,
+    RequestOutcome,
+    RequestReleased,
     RequestsHeld,
     Role,
     Schedule,
@@ -265,6 +267,8 @@ class ConductorState:
                 return [self.scheduling.schedule(event, now)]
             case Heartbeat():
                 return self._heartbeat(event, now)
+            case RequestReleased():
+                self._released(event, now)
             case Blocks(announcement):
                 return [] if self._hear(announcement) else [OutOfStep(announcement.store_id)]
             case Register():
@@ -373,6 +377,15 @@ class ConductorState:
             instance.queue.report(queued, instance.seconds_per_token() if queued else 0.0, now)
             instance.batch.report(beat.load, now, instance.queue.works)
         return list(measured)
+
+    def _released(self, event: RequestReleased, now: float) -> None:
+        """Takes away what a placement reserved. Only what it blames an instance for is taken for its outcome: lengths
+        and times of the answer are known to those who made it."""
+        served = self._fleet.named(event.served_by) if event.served_by else None
+        self._ledger.release(event.request_id, served, now)
+        if served is not None:
+            outcome = RequestOutcome(event.request_id, 0, event.outcome, blamed=served.ref.instance_id)
+            self._breakers.record_outcome(served.ref.life, outcome, now)
 
     def _reload_changed(self) -> None:
         for name in self._fleet.changed():

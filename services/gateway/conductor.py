@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from opentelemetry.context import Context
@@ -148,6 +148,12 @@ class Conductor:
                 raise failure
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
+
+    async def release(self, requests: Iterable[conductor_pb2.ReleasedRequest], timeout_s: float) -> None:
+        """Tells the conductor that placed last of requests that are over. Raises named errors: it may have been told,
+        and tells of one request twice do no harm."""
+        one = self._conductors[self._first]
+        await one.call("Release", conductor_pb2.ReleaseRequest(requests=requests), timeout_s)
 
     async def order(self, method: str, request: Any, timeout_s: float) -> Any:
         """Gives an operator's or a trainer's order to the first conductor that can be reached; its answer may come a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,23 @@ from kvmesh.services.gateway.rest.response_bounds import ResponseBounds
 from kvmesh.services.gateway.rest.system_text import ATTRIBUTION, DROP, HANDLINGS, VolatileLines
 
 MAX_NAME_CHARS = 200
+
+
+def model_folders(name: str, folder: str, more: Sequence[str]) -> dict[str, str]:
+    """Returns the checkpoint folder of every model by the name that clients use: `folder`, if there is one, and `more`,
+    NAME=PATH each. Raises ConfigError: not NAME=PATH, a name twice."""
+    found = {name: folder} if folder else {}
+    for text in more:
+        name, equals, path = text.partition("=")
+        name, path = name.strip(), path.strip()
+        if not (name and equals and path):
+            raise ConfigError(f"models={text!r}: must be NAME=FOLDER", field="models")
+        if len(name) > MAX_NAME_CHARS:
+            raise ConfigError(f"models={text!r}: the name is over {MAX_NAME_CHARS} characters", field="models")
+        if name in found:
+            raise ConfigError(f"models={text!r}: there are two models of this name", field="models")
+        found[name] = path
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,18 +351,7 @@ class GatewayConfig(ServiceConfig):
     @property
     def folders(self) -> dict[str, str]:
         """Checkpoint folder of every model by the name that clients use. ConfigError: not NAME=PATH, a name twice."""
-        found = {self.model_name: self.model} if self.model else {}
-        for text in self.models:
-            name, equals, path = text.partition("=")
-            name, path = name.strip(), path.strip()
-            if not (name and equals and path):
-                raise ConfigError(f"models={text!r}: must be NAME=FOLDER", field="models")
-            if len(name) > MAX_NAME_CHARS:
-                raise ConfigError(f"models={text!r}: the name is over {MAX_NAME_CHARS} characters", field="models")
-            if name in found:
-                raise ConfigError(f"models={text!r}: there are two models of this name", field="models")
-            found[name] = path
-        return found
+        return model_folders(self.model_name, self.model, self.models)
 
     @property
     def answer_families(self) -> dict[str, str]:

@@ -44,7 +44,7 @@ CASES: dict[str, Manifest | Path | None] = {
     "on_nodes": chart.ON_NODES,
     "several_pods": chart.SEVERAL_PODS,
 }
-CUSTOM = ("PodMonitor", "ScaledObject")  # kinds that are not Kubernetes' own
+CUSTOM = ("PodMonitor", "ScaledObject", "InferencePool", "HTTPRoute")  # kinds that are not Kubernetes' own
 KUBERNETES = ("1.29", "1.34")  # the chart's oldest, and a late one
 WANTED = "kvmesh_conductor_scale_wanted_count"
 HELD = "kvmesh_gateway_held_requests"
@@ -207,6 +207,29 @@ def test_services_lead_to_ports_that_are_there(rendered: dict[str, list[Manifest
         assert {one["targetPort"] for one in service["spec"]["ports"]} <= ports
 
 
+def test_a_pool_of_gateways_asks_the_picker(rendered: dict[str, list[Manifest]]) -> None:
+    manifests = rendered["everything"]
+    (pool,), (route,) = of_kind(manifests, "InferencePool"), of_kind(manifests, "HTTPRoute")
+    assert not of_kind(rendered["defaults"], "InferencePool", "HTTPRoute")
+    gateway = named(manifests, "Deployment", "mesh-gateway")["spec"]["template"]
+    labels = gateway["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    ports = {one["name"]: one["containerPort"] for one in gateway["spec"]["containers"][0]["ports"]}
+    assert pool["spec"]["targetPorts"] == [{"number": ports["http"]}]
+    asked = pool["spec"]["endpointPickerRef"]
+    picker = named(manifests, "Service", asked["name"])
+    assert asked["port"]["number"] in [one["port"] for one in picker["spec"]["ports"]]
+    assert asked["failureMode"] == "FailOpen"
+    told = environment(main_container(named(manifests, "Deployment", "mesh-picker")))
+    host, _, port = told["KVMESH_GATEWAYS"].partition(":")
+    pods = named(manifests, "Service", host)
+    assert (pods["spec"]["clusterIP"], port) == ("None", str(ports["http"]))
+    assert pods["spec"]["selector"] == pool["spec"]["selector"]["matchLabels"]
+    (rule,) = route["spec"]["rules"]
+    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    assert route["spec"]["parentRefs"] == [{"name": "inference"}]
+
+
 @pytest.mark.parametrize("case", ["gpu", "everything"])
 def test_autoscalers_ask_for_what_the_conductor_says(rendered: dict[str, list[Manifest]], case: str) -> None:
     labels = names.CONDUCTOR_SCALE_WANTED._labelnames
@@ -348,7 +371,8 @@ def test_each_pod_has_the_certificate_of_its_role_alone(helm: Helm, rendered: di
 
     instances = dict.fromkeys(("prefill", "decode", "coupled"), "instances")
     others = {"store": "stores", "pool": "stores", "conductor": "conductors", "gateway": "gateways"}
-    assert mounted(rendered["everything"]) == {**instances, **others}
+    picker = {"picker": "gateways"}  # it asks the conductor as a gateway does
+    assert mounted(rendered["everything"]) == {**instances, **others, **picker}
     partly = {"tls": {"secrets": {"store": "stores"}, "secretName": "mesh-tls"}}
     wanted = dict.fromkeys(("prefill", "decode", "conductor", "gateway"), "mesh-tls")
     assert mounted(helm.manifests(partly)) == {**wanted, "store": "stores"}

@@ -251,6 +251,9 @@ async def test_hostile_callers_break_nothing(mesh: Mesh) -> None:
         "Heartbeat": report,
         "Schedule": scheduling(PROMPT, block_keys=KEYS, avoid_instance_ids=["p9"]),
         "ListModels": holding("demo"),
+        "Release": conductor_pb2.ReleaseRequest(
+            requests=[conductor_pb2.ReleasedRequest(request_id="r", served_by="p0", outcome=conductor_pb2.OUTCOME_DONE)]
+        ),
         "GetStatus": conductor_pb2.GetConductorStatusRequest(),
         "Explain": conductor_pb2.ExplainRequest(request_id="r"),
         "Cordon": conductor_pb2.CordonRequest(instance_id="r"),

@@ -246,6 +246,9 @@ async def test_store_master_and_conductor(mesh: Running) -> None:
         "Heartbeat": conductor_pb2.HeartbeatRequest(instance=STRANGER, seq=1),
         "Schedule": conductor_pb2.ScheduleRequest(request_id="x", model="none", prompt_tokens=9, max_tokens=1),
         "ListModels": conductor_pb2.ListModelsRequest(held=[conductor_pb2.HeldRequests(model="m", requests=1)]),
+        "Release": conductor_pb2.ReleaseRequest(
+            requests=[conductor_pb2.ReleasedRequest(request_id="x", outcome=conductor_pb2.OUTCOME_DONE)]
+        ),
         "GetStatus": conductor_pb2.GetConductorStatusRequest(),
         "Explain": conductor_pb2.ExplainRequest(request_id="x"),
         "Cordon": conductor_pb2.CordonRequest(instance_id="x"),

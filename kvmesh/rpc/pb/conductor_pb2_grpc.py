@@ -50,6 +50,11 @@ class ConductorStub:
                 request_serializer=kvmesh_dot_v1_dot_conductor__pb2.ScheduleRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ScheduleResponse.FromString,
                 _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/kvmesh.v1.Conductor/Release',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/kvmesh.v1.Conductor/ListModels',
                 request_serializer=kvmesh_dot_v1_dot_conductor__pb2.ListModelsRequest.SerializeToString,
@@ -126,6 +131,14 @@ class ConductorServicer:
 
     def Schedule(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """What became of requests that were placed at engines which report nothing of them themselves: whoever asked for the
+        placement tells it, so that nothing is kept for what is over. Unknown requests are passed over.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -223,6 +236,11 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Schedule,
                     request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ScheduleRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_conductor__pb2.ScheduleResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ReleaseRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.ReleaseResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -362,6 +380,33 @@ class Conductor:
             '/kvmesh.v1.Conductor/Schedule',
             kvmesh_dot_v1_dot_conductor__pb2.ScheduleRequest.SerializeToString,
             kvmesh_dot_v1_dot_conductor__pb2.ScheduleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/Release',
+            kvmesh_dot_v1_dot_conductor__pb2.ReleaseRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class ConductorStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.HeartbeatRequest, _conductor_pb2.HeartbeatResponse]
     """NOT_FOUND: this conductor does not know that incarnation; register again."""
     Schedule: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ScheduleRequest, _conductor_pb2.ScheduleResponse]
+    Release: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ReleaseRequest, _conductor_pb2.ReleaseResponse]
+    """What became of requests that were placed at engines which report nothing of them themselves: whoever asked for the
+    placement tells it, so that nothing is kept for what is over. Unknown requests are passed over.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ListModelsRequest, _conductor_pb2.ListModelsResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GetConductorStatusRequest, _conductor_pb2.GetConductorStatusResponse]
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainResponse]
@@ -71,6 +75,10 @@ class ConductorAsyncStub(ConductorStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_conductor_pb2.HeartbeatRequest, _conductor_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """NOT_FOUND: this conductor does not know that incarnation; register again."""
     Schedule: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ScheduleRequest, _conductor_pb2.ScheduleResponse]  # type: ignore[assignment]
+    Release: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ReleaseRequest, _conductor_pb2.ReleaseResponse]  # type: ignore[assignment]
+    """What became of requests that were placed at engines which report nothing of them themselves: whoever asked for the
+    placement tells it, so that nothing is kept for what is over. Unknown requests are passed over.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ListModelsRequest, _conductor_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GetConductorStatusRequest, _conductor_pb2.GetConductorStatusResponse]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainResponse]  # type: ignore[assignment]
@@ -120,6 +128,16 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.ScheduleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ScheduleResponse, _abc.Awaitable[_conductor_pb2.ScheduleResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _conductor_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.ReleaseResponse, _abc.Awaitable[_conductor_pb2.ReleaseResponse]]:
+        """What became of requests that were placed at engines which report nothing of them themselves: whoever asked for the
+        placement tells it, so that nothing is kept for what is over. Unknown requests are passed over.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

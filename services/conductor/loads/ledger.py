@@ -336,6 +336,30 @@ class Ledger:
         if placed is not None and placed.decode is instance:
             del self._placed[request_id]
 
+    def release(self, request_id: str, served: Instance | None, now: float) -> None:
+        """The request is over, as whoever asked for its placement says. `served` is the instance that answered, if one
+        did: then its prompt's blocks are taken to be there, as after a report of a prefill. Another one than was chosen
+        may have answered. A request that is not known is passed over."""
+        placed = self._placed.get(request_id)
+        if placed is None:
+            return
+        chosen = placed.prefill
+        computed_at = chosen if served is placed.decode else served
+        work = chosen.queue.works.get(request_id)
+        if computed_at is chosen:
+            chosen.queue.finish(request_id, now, done=True)
+            placed.decode.batch.finish(request_id, now)
+            del self._placed[request_id]
+            self.wires.end(request_id)
+            self._touch(chosen.ref.instance_id)
+            self._touch(placed.decode.ref.instance_id)
+        else:
+            self.withdraw(request_id, now)
+        self._promised.pop(request_id, None)
+        if work is not None and computed_at is not None and computed_at.model.cost == chosen.model.cost:
+            until = now + self._settings.confirmed_s
+            self._index.confirm(computed_at.ref.life, computed_at.slot, work.keys, until, work.masks)
+
     def lost(self, instance: Instance) -> None:
         """Its life is over: nothing placed there counts any more."""
         for request_id in instance.batch.works:

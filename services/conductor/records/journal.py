@@ -40,6 +40,7 @@ _EVENTS: dict[str, type[Any]] = {
         domain.Register,
         domain.Heartbeat,
         domain.Schedule,
+        domain.RequestReleased,
         domain.MembersReset,
         domain.MemberJoined,
         domain.MemberGone,

@@ -24,6 +24,8 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvmesh.errors import InvalidRequest
+from kvmesh.kvcache.keys import pack_tokens
+from kvmesh.services.gateway.text.encoded_texts import EncodedTexts
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 
 
@@ -287,6 +289,15 @@ class ChatEncoder:
             ids.append(tokenizer.special_texts[found[0]])
             at = found.end()
         return ids + self._text(text[at:], rendered)
+
+    def encode_packed(self, rendered: Rendered, texts: EncodedTexts) -> bytes:
+        """Token ids of what `render` gave, packed; what `texts` knows is not tokenized again."""
+        if rendered.plain:
+            found = texts.encode(rendered.text)
+            own = self._special.findall(rendered.text) if self._special else []
+            if found.special <= len(own):
+                return found.packed
+        return pack_tokens(self.encode(rendered))
 
     def _text(self, text: str, rendered: Rendered) -> list[int]:
         text = text.translate(rendered.unmark)

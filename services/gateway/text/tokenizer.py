@@ -79,6 +79,15 @@ class Tokenizer:
         """Token ids of `text`; releases the GIL while it works."""
         return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without the special tokens that are added around one."""
+        return [one.ids for one in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @property
+    def inner(self) -> tokenizers.Tokenizer:
+        """The library's own tokenizer, to be read alone."""
+        return self._inner
+
     def encode_as_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, in which nothing is a special token whatever it says."""
         return self._literal.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -40,6 +40,12 @@ EVERYTHING: Manifest = {
         "config": {"timeout_s": 900.5, "max_body_bytes": 100_000_000},
         "affinity": {"nodeAffinity": {}},
     },
+    "picker": {
+        "enabled": True,
+        "failureMode": "FailOpen",
+        "route": {"parent": {"name": "inference"}, "hostnames": ["models.example.com"]},
+        "config": {"fallbacks": 3},
+    },
     "conductor": {"replicas": 3, "config": {"switch_roles": True, "scale_target": 0.6}, "nodeSelector": {"a": "b"}},
     "store": {
         "replicas": 1,

@@ -277,7 +277,7 @@ annotations:
 {{/* The Secret with the certificate of a component's role, "" without TLS: dict "root" $ "component" "pool" */}}
 {{- define "kvmesh.tls.secret" -}}
 {{- $tls := .root.Values.tls -}}
-{{- $role := get (dict "gateway" "gateway" "conductor" "conductor" "store" "store" "pool" "store") .component | default "instance" -}}
+{{- $role := get (dict "gateway" "gateway" "picker" "gateway" "conductor" "conductor" "store" "store" "pool" "store") .component | default "instance" -}}
 {{- $found := index $tls.secrets $role | default $tls.secretName -}}
 {{- if and (not $found) (or $tls.secrets.instance $tls.secrets.store $tls.secrets.conductor $tls.secrets.gateway) -}}
 {{- fail (printf "tls.secrets.%s: is needed, as others have one (or tls.secretName, for all that have none)" $role) -}}

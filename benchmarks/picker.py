@@ -1,0 +1,263 @@
+"""What a decision of the endpoint picker costs: decisions a second of one core, and how long one takes at half of that.
+
+    python -m benchmarks.picker                  prompts of 8,192 tokens, nine tenths and more known from earlier turns
+    python -m benchmarks.picker --known 0        nothing is known: every prompt is tokenized whole
+
+A picker and a conductor are processes of their own, with engines registered that do nothing; this one is the proxy, and
+speaks ext-proc (full duplex bodies). A core's rate is told by the CPU seconds that the picker takes for a decision, all
+its threads together, so that other work on the machine does not count; the wall's rate is told beside it. Latencies are
+the proxy's: the body's last piece is written until the endpoints are read, while 1,000 more streams are open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvmesh.quantiles import quantile
+from kvmesh.rpc import channels, protocol
+from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from kvmesh.rpc.pb import envoy_external_processor_pb2 as pb
+from kvmesh.rpc.pb import envoy_external_processor_pb2_grpc as pb_grpc
+from kvmesh.services.gateway.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL, BLOCK_TOKENS, ENGINES = "demo-model", 16, 8
+GOAL_RATE, GOAL_P99_MS = 300.0, 20.0
+START_S = 60.0
+_HEADERS = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
+
+
+class BenchedService:
+    """One `kvmesh serve` process. It must be stopped."""
+
+    def __init__(self, folder: Path, service: str, *flags: str) -> None:
+        self._ready = folder / f"{service}.json"
+        command = [sys.executable, "-m", "kvmesh.cli", "serve", service, "--port", "0", "--log-level", "warning"]
+        self._process = subprocess.Popen([*command, "--ready-file", str(self._ready), *flags], cwd=ROOT)
+
+    def wait(self) -> str:
+        """Returns its address."""
+        deadline = time.monotonic() + START_S
+        while not self._ready.exists():
+            assert self._process.poll() is None and time.monotonic() < deadline, "it does not start"
+            time.sleep(0.05)
+        return str(json.loads(self._ready.read_text())["address"])
+
+    def cpu_s(self) -> float:
+        """Returns the CPU seconds that it has taken so far."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+async def register(stub: Any, context_tokens: int) -> None:
+    """Registers engines whose leases outlast the measurement."""
+    card = common_pb2.ModelCard(
+        name=MODEL, fingerprint="external-bench", block_tokens=BLOCK_TOKENS, kv_dtype="float16",
+        max_context_tokens=2 * context_tokens, vocab_size=1024, eos_token_ids=[0], kv_bytes_per_token=1024,
+    )  # fmt: skip
+    for number in range(ENGINES):
+        ref = common_pb2.InstanceRef(instance_id=f"e{number}", address="127.0.0.1:9", incarnation=1)
+        await stub.Register(
+            conductor_pb2.RegisterInstanceRequest(
+                protocol_version=protocol.PROTOCOL_VERSION, instance=ref, role=common_pb2.ROLE_BOTH,
+                node_id=f"n{number}", model=card, capacity_blocks=1 << 20, max_running_requests=4096,
+                http_url=f"http://127.0.0.1:{7100 + number}", knowledge=conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK,
+            ),
+            timeout=10,
+        )  # fmt: skip
+        load = conductor_pb2.Load(free_pages=1 << 20, free_extents=1 << 20)
+        await stub.Heartbeat(conductor_pb2.HeartbeatRequest(instance=ref, seq=1, ready=True, load=load), timeout=10)
+
+
+class PromptMaker:
+    """Bodies of so many tokens, of which a share begins as the same conversation's earlier ones did."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: int, known: float, sessions: int) -> None:
+        self._words = (ROOT / "docs" / "concepts.md").read_text().split()
+        self._rng = random.Random(1)
+        sample = self._text(4000)
+        chars = len(sample) / len(tokenizer.encode(sample, add_special_tokens=False)) * tokens
+        self._new_chars = round(chars * (1 - known))
+        self._begins = [self._long(round(chars * known)) for _ in range(sessions)]
+
+    def _text(self, words: int) -> str:
+        return " ".join(self._rng.choices(self._words, k=words))
+
+    def _long(self, chars: int) -> str:
+        return self._text(chars // 3 + 1)[:chars]
+
+    def bodies(self, count: int) -> list[bytes]:
+        """Returns bodies of sessions in turn."""
+        texts = (self._begins[n % len(self._begins)] + " " + self._long(self._new_chars) for n in range(count))
+        return [json.dumps({"model": MODEL, "prompt": text, "max_tokens": 64}).encode() for text in texts]
+
+
+def _first(body: bytes) -> list[pb.ProcessingRequest]:
+    head = pb.ProcessingRequest(protocol_config={"request_body_mode": "FULL_DUPLEX_STREAMED"})
+    for name, value in _HEADERS.items():
+        head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    return [head, pb.ProcessingRequest(request_body=pb.HttpBody(body=body, end_of_stream=True))]
+
+
+def _answered() -> pb.ProcessingRequest:
+    message = pb.ProcessingRequest()
+    message.response_headers.headers.headers.add(key=":status", raw_value=b"200")
+    return message
+
+
+async def one(stub: Any, body: bytes, hold: asyncio.Event | None = None) -> float:
+    """One request to the end of its answer, which begins when `hold` is set. Returns the seconds of the decision."""
+    call = stub.Process()
+    head, whole = _first(body)
+    await call.write(head)
+    start = time.perf_counter()
+    await call.write(whole)
+    answer = await call.read()
+    took = time.perf_counter() - start
+    assert answer.dynamic_metadata.fields, f"refused: {answer}"
+    if hold is not None:
+        await hold.wait()
+    await call.write(_answered())
+    await call.done_writing()
+    while await call.read() is not channels.grpc.aio.EOF:
+        pass
+    return took
+
+
+def core_ms() -> float:
+    """Returns the CPU milliseconds of a million steps of a loop in Python: some 25 on a usual core, more on a slow or
+    shared one."""
+    start = time.thread_time()
+    for _ in range(1_000_000):
+        pass
+    return 1000 * (time.thread_time() - start)
+
+
+async def closed_loop(stub: Any, bodies: Sequence[bytes], at_once: int) -> float:
+    """Asks for all of them, so many at once; returns the seconds."""
+    left = iter(bodies)
+    start = time.perf_counter()
+
+    async def worker() -> None:
+        for body in left:
+            await one(stub, body)
+
+    await asyncio.gather(*(worker() for _ in range(at_once)))
+    return time.perf_counter() - start
+
+
+async def open_loop(stub: Any, bodies: Sequence[bytes], rate: float) -> list[float]:
+    """Asks at random times, `rate` a second; returns the seconds of each decision."""
+    rng, tasks = random.Random(2), []
+    due = asyncio.get_running_loop().time()
+    for body in bodies:
+        due += rng.expovariate(rate)
+        await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
+        tasks.append(asyncio.create_task(one(stub, body)))
+    return list(await asyncio.gather(*tasks))
+
+
+@asynccontextmanager
+async def processes(args: argparse.Namespace) -> AsyncIterator[tuple[BenchedService, BenchedService, Any]]:
+    """Starts both services and yields them with a stub of the picker, once it knows the engines."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = ("--store", "127.0.0.1:1", "--lease-ms", "3600000", "--slo-ttft-ms", "3600000")
+        conductor = BenchedService(Path(folder), "conductor", *store, "--admission", "off")
+        picker = None
+        try:
+            address = conductor.wait()
+            model = ("--model", str(args.model), "--served-name", MODEL)
+            picker = BenchedService(Path(folder), "picker", "--conductor", address, *model, "--metrics-port", "0")
+            async with channels.connect(address) as channel:
+                await register(conductor_pb2_grpc.ConductorStub(channel), args.tokens)  # type: ignore[no-untyped-call]
+            async with channels.connect(picker.wait()) as channel:
+                stub = pb_grpc.ExternalProcessorStub(channel)  # type: ignore[no-untyped-call]
+                await asyncio.sleep(2.0)  # it looks for engines every second
+                yield conductor, picker, stub
+        finally:
+            for service in (picker, conductor):
+                if service is not None:
+                    service.stop()
+
+
+async def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Returns the figures."""
+    maker = PromptMaker(Tokenizer.load(args.model), args.tokens, args.known, args.sessions)
+    async with processes(args) as (conductor, picker, stub):
+        await closed_loop(stub, maker.bodies(2 * args.sessions), args.at_once)
+        bodies = maker.bodies(args.requests)
+        before = picker.cpu_s(), conductor.cpu_s()
+        wall_s = await closed_loop(stub, bodies, args.at_once)
+        picker_s, conductor_s = (
+            now - then for now, then in zip((picker.cpu_s(), conductor.cpu_s()), before, strict=True)
+        )
+        rate = len(bodies) / picker_s
+        hold = asyncio.Event()
+        held = [asyncio.create_task(one(stub, body, hold)) for body in maker.bodies(args.streams)]
+        await asyncio.sleep(0)
+        held_s = sorted(await _decided(held, hold, stub, maker, args, rate))
+        return {
+            "requests": len(bodies), "body_kib": sum(map(len, bodies)) / len(bodies) / 1024,
+            "picker_cpu_ms": 1000 * picker_s / len(bodies), "conductor_cpu_ms": 1000 * conductor_s / len(bodies),
+            "decisions_per_core_s": rate, "decisions_per_s": len(bodies) / wall_s, "streams": args.streams,
+            "core_ms": core_ms(),
+            "p50_ms": 1000 * quantile(held_s, 0.5), "p99_ms": 1000 * quantile(held_s, 0.99),
+        }  # fmt: skip
+
+
+async def _decided(
+    held: Sequence[asyncio.Task[float]],
+    hold: asyncio.Event,
+    stub: Any,
+    maker: PromptMaker,
+    args: argparse.Namespace,
+    rate: float,
+) -> list[float]:
+    """Returns the latencies at half of `rate`, while `held` streams stay open."""
+    await asyncio.sleep(args.streams / rate * 3)
+    latencies = await open_loop(stub, maker.bodies(args.requests), args.rate or rate / 2)
+    hold.set()
+    await asyncio.gather(*held)
+    return latencies
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "examples" / "demo-model", help="folder of the tokenizer")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
+    parser.add_argument("--known", type=float, default=0.94, help="share of a prompt that its session's last one had")
+    parser.add_argument("--sessions", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=1000, help="measured, in each part")
+    parser.add_argument("--at-once", type=int, default=16, help="requests at once while the core's rate is measured")
+    parser.add_argument("--streams", type=int, default=1000, help="open streams while latencies are measured")
+    parser.add_argument("--rate", type=float, default=0.0, help="decisions a second then; 0: half of the core's rate")
+    args = parser.parse_args(argv)
+    found = asyncio.run(measure(args))
+    for name, value in found.items():
+        print(f"{name:22} {value:10.1f}")
+    kept = found["decisions_per_core_s"] >= GOAL_RATE, found["p99_ms"] <= GOAL_P99_MS
+    print(f"goals: {GOAL_RATE:.0f} decisions/s a core {'kept' if kept[0] else 'missed'}; "
+          f"p99 of {GOAL_P99_MS:.0f} ms at half the rate {'kept' if kept[1] else 'missed'}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
