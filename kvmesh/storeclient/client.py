@@ -101,7 +101,10 @@ class StoreClient:
         await self._peers.close()
         await self._directory.close()
         await self._memory.close()
-        await asyncio.to_thread(self._engine.close)
+        try:
+            await asyncio.to_thread(self._engine.close)
+        except RuntimeError:  # the interpreter ends, and starts no thread any more
+            self._engine.close()
 
     def allocate(self, nbytes: int) -> Buffer:
         """Returns zeroed memory that nodes of this machine map: a put or get copies it once, and the transfer copies

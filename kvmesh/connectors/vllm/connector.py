@@ -30,7 +30,7 @@ from kvmesh.connectors.vllm.identity import checkpoint_identity
 from kvmesh.connectors.vllm.keys import KvContent
 from kvmesh.connectors.vllm.lookup import HeldLookups
 from kvmesh.connectors.vllm.mover import PageMover, Pages
-from kvmesh.errors import ConfigError
+from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.kvcache.keys import Namespace
 from kvmesh.rpc import security
 from kvmesh.storeclient import SyncStoreClient
@@ -118,9 +118,13 @@ class KvmeshConnector(KVConnectorBase_V1):
         return False  # a save that is skipped is a miss later, and nothing else
 
     def shutdown(self) -> None:
+        """Ends everything within a bounded time. vLLM may call it while the interpreter ends."""
         for part in (self._lookups, self._mover, self._client):
-            if part is not None:
-                part.close()
+            try:
+                if part is not None:
+                    part.close()
+            except (KvmeshError, RuntimeError, TimeoutError) as error:
+                log.warning("KvmeshConnector: %s was not closed: %s", type(part).__name__, error)
 
     # ── worker ───────────────────────────────────────────────────────────────────────────────────
 

@@ -46,6 +46,7 @@ def main() -> None:
             "rss": tree_rss(),
         }
         print("@" + json.dumps(answer), flush=True)
+    llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
