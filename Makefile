@@ -74,7 +74,7 @@ test-long: $(DEV) ## what CI leaves out: more families, and the mesh in containe
 	@$(BIN)/python scripts/run_tests.py --long
 	@COMPOSE_TEST_FAULTS=. $(MAKE) --no-print-directory test-compose
 
-vllm-env: $(DEV) ## an environment with vLLM for CPUs, VLLM_ENV=.venv-vllm; then KVMESH_VLLM_PYTHON=... make test-long
+vllm-env: $(DEV) ## an environment with vLLM for CPUs, VLLM_ENV=.venv-vllm; then PYTHON_OF_VLLM=... make test-long
 	@PIP_EXTRA_ARGS="$(PIP_EXTRA_ARGS)" $(BIN)/python -m scripts.vllm_env $(VLLM_ENV)
 
 test-compose: $(DEV) ## the mesh in containers, struck under load: needs a Docker daemon, or root on Debian 12

@@ -75,7 +75,7 @@ def main(argv: Iterable[str] | None = None) -> None:
     pip("install", TORCH, *of_kvmesh())
     pip("install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
     subprocess.run([python, "-c", "import vllm, kvmesh.storeclient"], check=True, timeout=TIMEOUT_S)
-    print(f"KVMESH_VLLM_PYTHON={python}", file=sys.stdout)
+    print(f"PYTHON_OF_VLLM={python}", file=sys.stdout)
 
 
 if __name__ == "__main__":

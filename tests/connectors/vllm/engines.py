@@ -19,7 +19,7 @@ import psutil
 from tests.support.paths import ROOT
 
 HERE = Path(__file__).parent
-PYTHON_ENV = "KVMESH_VLLM_PYTHON"
+PYTHON_ENV = "PYTHON_OF_VLLM"
 START_S, ANSWER_S, STOP_S = 580.0, 300.0, 30.0
 BLOCK_TOKENS = 32
 OPTIONS: dict[str, Any] = {

@@ -46,7 +46,7 @@ def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
     return [draw.randrange(512) for _ in range(tokens)]
 
 
-async def _stored(master: str) -> int:
+async def stored_blocks(master: str) -> int:
     async with channels.connect(master) as channel:
         stub = store_pb2_grpc.StoreMasterStub(channel)
         told = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=5, wait_for_ready=True)
@@ -55,7 +55,7 @@ async def _stored(master: str) -> int:
 
 def wait_stored(master: StoreProcess, blocks: int) -> None:
     async def enough() -> bool:
-        return await _stored(master.address) >= blocks
+        return await stored_blocks(master.address) >= blocks
 
     asyncio.run(until(enough, 60.0))
 
