@@ -103,6 +103,10 @@ class RequestBook:
         """Forgets a request, however it ended."""
         self._requests.pop(request_id, None)
 
+    def clear(self) -> None:
+        """Forgets all requests: they are neither loaded nor saved any more, but for loads that are under way."""
+        self._requests.clear()
+
     # ── lookups ──────────────────────────────────────────────────────────────────────────────────
 
     def match(self, request_id: str, tokens: Sequence[int], local_tokens: int, now: float) -> Match:

@@ -240,8 +240,8 @@ class KvmeshConnector(KVConnectorBase_V1):
         log.info("KvmeshConnector: store %s, namespace %r", self._config.store, self._config.namespace)
 
     def on_new_request(self, request: Any) -> None:
-        if self._book is None or self._content is None or request.mm_features or request.prompt_embeds is not None:
-            return  # KV that does not follow from token ids is neither loaded nor saved
+        if self._book is None or self._content is None or not _follows_from_tokens(request):
+            return
         lora = request.lora_request
         namespace = Namespace(
             fingerprint=self._content.fingerprint(),
@@ -300,10 +300,19 @@ class KvmeshConnector(KVConnectorBase_V1):
         return False, None  # what is to be saved was copied when its step ended
 
     def reset_cache(self) -> bool | None:
-        """Has this instance never load again what was saved before: vLLM's weights may have changed. Requests that are
-        under way keep their keys; vLLM resets between requests."""
+        """Has this instance never load again what was saved before, as vLLM's weights may have changed. Requests that
+        are under way are neither loaded nor saved any more: their KV may be of both weights."""
         self._epoch = time.time_ns()
+        self._requests.clear()
+        if self._book is not None:
+            self._book.clear()
         return True
+
+
+def _follows_from_tokens(request: Any) -> bool:
+    """Whether the request's KV follows from its token ids, its adapter and its salt. A session whose input streams may
+    take tokens back."""
+    return not request.mm_features and request.prompt_embeds is None and not request.resumable
 
 
 def _check_supported(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -127,6 +127,14 @@ def test_roles_load_or_save_alone() -> None:
     assert made.step([Scheduled("r", tokens, 18, [1, 2, 3, 4, 5])]) == ([], [])
 
 
+def test_what_was_cleared_is_neither_loaded_nor_saved() -> None:
+    made, tokens = book(), list(range(18))
+    assert looked_up(made, tokens, b"\1\1\1\1") == 16
+    made.clear()
+    assert made.match("r", tokens, 0, 0.0).tokens == 0
+    assert made.step([Scheduled("r", tokens, 18, [1, 2, 3, 4, 5])]) == ([], [])
+
+
 # ── any order of events ──────────────────────────────────────────────────────────────────────────────
 
 

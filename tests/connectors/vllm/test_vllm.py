@@ -46,18 +46,31 @@ def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
     return [draw.randrange(512) for _ in range(tokens)]
 
 
-async def stored_blocks(master: str) -> int:
+async def _stores(master: str) -> list[store_pb2.StoreStatus]:
     async with channels.connect(master) as channel:
         stub = store_pb2_grpc.StoreMasterStub(channel)
-        told = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=5, wait_for_ready=True)
-    return sum(store.usage.blocks for store in told.stores)
+        told = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=60, wait_for_ready=True)
+    return list(told.stores)
 
 
-def wait_stored(master: StoreProcess, blocks: int) -> None:
+async def stored_blocks(master: str, address: str = "") -> int:
+    """Returns how many blocks the pool nodes have, or the one at an address."""
+    return sum(store.usage.blocks for store in await _stores(master) if address in ("", store.member.instance.address))
+
+
+def wait_stored(master: StoreProcess, pool: StoreProcess, blocks: int) -> None:
     async def enough() -> bool:
-        return await stored_blocks(master.address) >= blocks
+        return await stored_blocks(master.address, pool.address) >= blocks
 
     asyncio.run(until(enough, 60.0))
+
+
+def wait_joined(master: StoreProcess, pool: StoreProcess) -> None:
+    async def joined() -> bool:
+        stores = await _stores(master.address)
+        return any(store.member.instance.address == pool.address and store.usage.capacity_bytes for store in stores)
+
+    asyncio.run(until(joined, 60.0))
 
 
 @contextlib.contextmanager
@@ -84,11 +97,12 @@ def test_two_engines_share_a_pool_that_dies_freezes_and_is_cut(tmp_path: Path) -
         config = transfer_config(
             master.address, transports="tcp", load_timeout_ms=LOAD_MS, lookup_timeout_ms=500, pause_ms=0
         )
+        wait_joined(master, pool)
         first, second = stack.enter_context(engines(tmp_path, model, config, config))
         prompts = [prompt(seed) for seed in range(6)]
         expected = first.run(*prompts, max_tokens=12)
         assert expected["cached"] == [0] * 6
-        wait_stored(master, 6 * 10)
+        wait_stored(master, pool, 6 * 10)
 
         told = second.run(prompts[0], max_tokens=12)
         assert told["tokens"] == expected["tokens"][:1] and told["cached"] == [10 * BLOCK_TOKENS]
@@ -116,19 +130,12 @@ def test_two_engines_share_a_pool_that_dies_freezes_and_is_cut(tmp_path: Path) -
 
         again = start_pool(tmp_path, master)
         stack.callback(again.stop)
-        asyncio.run(until(lambda: _joined(master.address), 60.0))
+        wait_joined(master, again)
         fresh = prompt(7)
         told = second.run(fresh, max_tokens=12)
-        wait_stored(master, 10)
+        wait_stored(master, again, 10)
         shared = first.run(fresh, max_tokens=12)
         assert shared["tokens"] == told["tokens"] and shared["cached"] == [10 * BLOCK_TOKENS]
-
-
-async def _joined(master: str) -> bool:
-    async with channels.connect(master) as channel:
-        stub = store_pb2_grpc.StoreMasterStub(channel)
-        told = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=5, wait_for_ready=True)
-    return any(store.usage.capacity_bytes for store in told.stores)
 
 
 def test_memory_stays_level_and_no_store_is_needed(tmp_path: Path) -> None:
@@ -137,6 +144,7 @@ def test_memory_stays_level_and_no_store_is_needed(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", 2)
     with store_processes(tmp_path, memory_mb=64) as (master, pool):
         config = transfer_config(master.address, save_staging_mb=1, load_timeout_ms=LOAD_MS)
+        wait_joined(master, pool)
         with engines(tmp_path, model, config, num_gpu_blocks_override=200) as (engine,):
             levels = []
             for turn in range(30):
