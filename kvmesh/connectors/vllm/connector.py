@@ -6,11 +6,10 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,7 +28,8 @@ from kvmesh.connectors.vllm.config import ConnectorConfig
 from kvmesh.connectors.vllm.identity import checkpoint_identity
 from kvmesh.connectors.vllm.keys import KvContent
 from kvmesh.connectors.vllm.lookup import HeldLookups
-from kvmesh.connectors.vllm.mover import PageMover, Pages
+from kvmesh.connectors.vllm.mover import PageMover
+from kvmesh.connectors.vllm.pages import pages_of
 from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.kvcache.keys import Namespace
 from kvmesh.rpc import security
@@ -133,7 +133,7 @@ class KvmeshConnector(KVConnectorBase_V1):
         blocks = int(self._kv_cache_config.num_blocks)
         pages, shapes = [], []
         for name in self._layers:
-            page, shape = _pages(name, kv_caches[name], blocks)
+            page, shape = pages_of(name, kv_caches[name], blocks)
             pages.append(page)
             shapes.append(shape)
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -357,23 +357,3 @@ def _configuration(model_config: Any) -> str:
     for name in ("_name_or_path", "transformers_version"):
         told.pop(name, None)
     return hashlib.sha256(repr(sorted(told.items(), key=str)).encode()).hexdigest()
-
-
-def _pages(name: str, tensor: torch.Tensor, blocks: int) -> tuple[Pages, Sequence[object]]:
-    """Returns a layer's memory as [blocks, bytes of a block], and its shape and strides within a block. Raises
-    ConfigError unless each block of it lies in host memory without gaps."""
-    if tensor.device.type != "cpu":
-        why = "KvmeshConnector moves pages in host memory; run it under vLLM for CPUs"
-        raise ConfigError(f"device={tensor.device}: {why}")
-    split, rest = divmod(tensor.shape[0], blocks)  # the attention kernel may use smaller blocks than the manager
-    block = tensor[:split]
-    size = tensor.element_size()
-    span = size * (1 + sum((n - 1) * step for n, step in zip(block.shape, block.stride(), strict=True)))
-    if rest or span != block.numel() * size:
-        why = f"{tuple(tensor.shape)} with strides {tensor.stride()}: a block of {blocks} does not lie in one piece"
-        raise ConfigError(f"KV cache of {name}: {why}")
-    stride = tensor.stride(0) * split * size
-    whole = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // size,), (1,), 0).view(torch.uint8).numpy()
-    start = tensor.storage_offset() * size
-    pages = np.lib.stride_tricks.as_strided(whole[start:], (blocks, span), (stride, 1))
-    return pages, (str(tensor.dtype), tuple(block.shape), tuple(block.stride()))
