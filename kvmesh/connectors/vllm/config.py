@@ -34,7 +34,7 @@ class ConnectorConfig:
         },
     )
     save_decoded: bool = field(default=True, metadata={"help": "Save blocks of answers, too, not of prompts alone."})
-    lookup_timeout_ms: int = field(default=300, metadata={"help": "A lookup that takes longer is a miss."})
+    lookup_timeout_ms: int = field(default=1_000, metadata={"help": "A lookup that takes longer is a miss."})
     load_timeout_ms: int = field(
         default=2_000, metadata={"help": "What a request has not loaded by then is computed instead."}
     )
