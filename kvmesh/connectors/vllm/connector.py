@@ -72,6 +72,8 @@ class LateLoads(KVConnectorWorkerMetadata):
 class PrefixTransferStats(KVConnectorStats):
     """Is what was counted since the last time; vLLM logs it every so often. All values are sums."""
 
+    data: dict[str, Any] = field(default_factory=dict)
+
     def reset(self) -> None:
         self.data = {}
 

@@ -90,7 +90,7 @@ class PageMover:
         self._rank, self._ranks = rank, ranks
         self._config = config
         self.parts = split_layers([layer.shape[1] for layer in pages], config.part_kib << 10)
-        self._sizes = [sum(self._pages[at].shape[1] for at in range(*layers)) for layers in self.parts]
+        self._sizes: list[int] = [sum(self._pages[at].shape[1] for at in range(*layers)) for layers in self.parts]
         self._slot_bytes = -(-max(self._sizes) // ALIGN) * ALIGN
         load_slots = (config.load_staging_mb << 20) // config.load_threads // self._slot_bytes
         save_slots = (config.save_staging_mb << 20) // self._slot_bytes
@@ -109,7 +109,6 @@ class PageMover:
         self._free: deque[int] = deque(range(save_slots))
         self._saving: Buffer = client.allocate(save_slots * self._slot_bytes)
         self._full: queue.SimpleQueue[_Saved | None] = queue.SimpleQueue()
-        self._save_slots = save_slots
         self._threads = [
             threading.Thread(target=self._load_windows, args=(client.allocate(self._window * self._slot_bytes),))
             for _ in range(config.load_threads)
@@ -130,7 +129,7 @@ class PageMover:
 
     @property
     def staging_parts(self) -> int:
-        return self._save_slots
+        return len(self._saving) // self._slot_bytes
 
     def take_counts(self) -> dict[str, int]:
         """Returns what was counted since the last call."""

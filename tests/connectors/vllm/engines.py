@@ -117,14 +117,16 @@ class EngineProcess:
         return self.answer()
 
     def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_S)
         self._reader.join(STOP_S)
+        self._process.stdout.close()
 
 
 def free_port() -> int:
