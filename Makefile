@@ -13,6 +13,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 TORCH_SPEC ?= torch==2.13.0
 PIP_EXTRA_ARGS ?=
+VLLM_ENV ?= .venv-vllm
 ARGS ?=
 BIN := $(VENV)/bin
 RUN := $(VENV)/.stamp-run
@@ -22,7 +23,7 @@ NATIVE := $(wildcard kvmesh/engine/cpu/*.cpp kvmesh/engine/cpu/*.h kvmesh/engine
 
 DOCS := $(VENV)/.stamp-docs
 
-.PHONY: help up docs reference test test-all test-rest test-long test-compose soak chaos check lint format bench proto clean install install-dev rdma-guest
+.PHONY: help up docs reference test test-all test-rest test-long test-compose vllm-env soak chaos check lint format bench proto clean install install-dev rdma-guest
 
 help: ## this list
 	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -72,6 +73,9 @@ test-long: $(DEV) ## what CI leaves out: more families, and the mesh in containe
 	@scripts/install_redis.sh
 	@$(BIN)/python scripts/run_tests.py --long
 	@COMPOSE_TEST_FAULTS=. $(MAKE) --no-print-directory test-compose
+
+vllm-env: $(DEV) ## an environment with vLLM for CPUs, VLLM_ENV=.venv-vllm; then PYTHON_OF_VLLM=... make test-long
+	@PIP_EXTRA_ARGS="$(PIP_EXTRA_ARGS)" $(BIN)/python -m scripts.vllm_env $(VLLM_ENV)
 
 test-compose: $(DEV) ## the mesh in containers, struck under load: needs a Docker daemon, or root on Debian 12
 	@PYTHON=$(BIN)/python scripts/test_compose.sh $(ARGS)

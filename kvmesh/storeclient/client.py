@@ -5,8 +5,8 @@
         data = await client.get("report")          # or client.get(key)
 
 A *ref* is a block's key (16 bytes) or a name (text) that a key was bound to. Blocks never change: equal bytes have
-equal keys, unless a key was granted. What is not found is None, as in a cache; what cannot be asked or read in time is
-an error.
+equal keys, unless a key was granted or computed. What is not found is None, as in a cache; what cannot be asked or read
+in time is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType, TracebackType
 from typing import Any
 
@@ -101,7 +101,10 @@ class StoreClient:
         await self._peers.close()
         await self._directory.close()
         await self._memory.close()
-        await asyncio.to_thread(self._engine.close)
+        try:
+            await asyncio.to_thread(self._engine.close)
+        except RuntimeError:  # the interpreter ends, and starts no thread any more
+            self._engine.close()
 
     def allocate(self, nbytes: int) -> Buffer:
         """Returns zeroed memory that nodes of this machine map: a put or get copies it once, and the transfer copies
@@ -135,7 +138,8 @@ class StoreClient:
     ) -> bytes:
         """Seals one block at a pool node and returns its key. `data` is bytes, or registered memory (see `put_from`).
 
-        `key` is the key of exactly these bytes (`content_key`), or one of `grant`. `name` is bound to the key;
+        `key` is the key of exactly these bytes (`content_key`), or one of `grant`; with `keys="computed"` in the
+        configuration it is the caller's own, which begins with `tag`. `name` is bound to the key;
         InvalidRequest is raised when it stands for another block, unless `replace` is set: then the name stands for
         this block from now on, and whoever reads it meanwhile finds the old block or this one; of several clients that
         do so at once the last one counts.
@@ -210,7 +214,11 @@ class StoreClient:
         shared memory."""
         blocks: list[Block] = []
         items: list[tuple[bytes, Data]] = []
-        for key, source in dict(zip(keys, sources, strict=True)).items():
+        by_source = dict(zip(keys, sources, strict=True))
+        already = await self._already_held(by_source, wish) if self.config.keys == "computed" else []
+        for put in already:
+            del by_source[put.key]
+        for key, source in by_source.items():
             if not isinstance(source, Span):
                 items.append((key, source))
             elif source.shared or "shm" not in self._engine.config.transports:
@@ -219,9 +227,21 @@ class StoreClient:
                 items.append((key, source.memory))
         async with turn(self._turns, wish.deadline):
             done = await self._writer.put_spans(blocks, wish) + await self._writer.put_data(items, wish)
-        by_key = {put.key: put for put in done}
+        by_key = {put.key: put for put in (*already, *done)}
         self._met(keys)
         return [by_key[key] for key in keys]
+
+    async def _already_held(self, sources: Mapping[bytes, Data | Span], wish: PutOptions) -> list[Put]:
+        """Returns the puts of blocks that a node holds by what the master knows. A node may let go of one meanwhile:
+        then it misses until it is put again, as if it had been evicted later. A block to be pinned is put anyway."""
+        if wish.pin is not None:
+            return []
+        found, _ = await self._directory.find(list(sources), max(wish.left_s(), 0.001))
+        return [
+            Put(key, len(memory_of(source)), replicas[0].holder.store_id)
+            for (key, source), replicas in zip(sources.items(), found, strict=True)
+            if replicas
+        ]
 
     def _met(self, keys: Sequence[bytes]) -> None:
         """Notes that the nodes that hold some of these keys have just answered."""

@@ -10,7 +10,7 @@ from kvmesh.rpc.addresses import check_addresses
 from kvmesh.storeclient.placement import POLICIES
 from kvmesh.transfer.transports import registry
 
-KEYS = ("content", "granted")
+KEYS = ("content", "granted", "computed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,11 @@ class ClientConfig:
     nics: str = field(default="", metadata={"help": "NICs of transfers; empty: all."})
     keys: str = field(
         default="content",
-        metadata={"help": "Keys of puts that name none: content (a hash) or granted (a number).", "choices": KEYS},
+        metadata={
+            "help": "Keys of puts: content (a hash) or granted (a number); computed: each put names a key, which "
+            "follows from what its block means.",
+            "choices": KEYS,
+        },
     )
     placement: str = field(
         default="local", metadata={"help": "Pool node of a put: local first, random, best2.", "choices": POLICIES}

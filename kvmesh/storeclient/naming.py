@@ -2,9 +2,12 @@
 
     content-derived:  tag of the namespace, then the first 12 bytes of SHA-256(data)
     granted:          tag of the namespace, then the master's term (4 bytes) and a number of that term (8 bytes)
+    computed:         tag of the namespace, then 12 bytes that the caller computes from what the block means
 
 The first costs a hash of the data and finds equal data again; the second costs a number out of a range that the master
-gives to nobody else, and each number serves one put.
+gives to nobody else, and each number serves one put. The third is for callers who know a block's key before its bytes
+(KV of tokens): whoever shares the namespace must compute it from all that decides the bytes. Two of them may make bytes
+that mean the same and differ in the last bit; the ones that were sealed first count.
 """
 
 from __future__ import annotations
@@ -132,6 +135,8 @@ class OwnKeys:
     async def of(self, datas: Sequence[Data | Span], keys: Sequence[bytes] | None, deadline: float) -> list[bytes]:
         """Returns the keys that these blocks are put under, such that nobody else can seal other bytes under one of
         them."""
+        if self._config.keys == "computed":
+            return self._computed(len(datas), keys)
         if keys is None and self._config.keys == "granted":
             return await self._take(len(datas), deadline)
         if keys is None:
@@ -150,6 +155,17 @@ class OwnKeys:
             if keys[at] != hashed:
                 key = keys[at]
                 why = "neither content_key of this data nor a key of grant() that was not used yet"
+                raise InvalidRequest.of("key", key.hex(), why)
+        return list(keys)
+
+    def _computed(self, count: int, keys: Sequence[bytes] | None) -> list[bytes]:
+        """Returns the caller's keys. Raises InvalidRequest unless each block has one of this namespace."""
+        if keys is None or len(keys) != count:
+            why = f"{count} blocks, as many keys: a client with keys='computed' makes none itself"
+            raise InvalidRequest.of("keys", None if keys is None else len(keys), why)
+        for key in keys:
+            if not check_key(key).startswith(self.tag):
+                why = f"does not begin with {self.tag.hex()}, the tag of namespace {self._config.namespace!r}"
                 raise InvalidRequest.of("key", key.hex(), why)
         return list(keys)
 

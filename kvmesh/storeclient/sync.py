@@ -27,6 +27,7 @@ from kvmesh.storeclient.holding import Place
 from kvmesh.storeclient.memory import Buffer, Source, Target
 from kvmesh.storeclient.naming import Ref
 from kvmesh.storeclient.reading.leased import Got
+from kvmesh.storeclient.replicas import Replica
 from kvmesh.storeclient.writing import Put
 
 T = TypeVar("T")
@@ -162,6 +163,9 @@ class SyncStoreClient:
 
     def unpin(self, *refs: Ref, **options: Any) -> list[int]:
         return self._run(self.client.unpin(*refs, **options))
+
+    def replicas(self, refs: Sequence[Ref], **options: Any) -> list[list[Replica]]:
+        return self._run(self.client.replicas(refs, **options))
 
     def change_replica(self, refs: Sequence[Ref], replicas: int, **options: Any) -> list[int]:
         return self._run(self.client.change_replica(refs, replicas, **options))

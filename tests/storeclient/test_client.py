@@ -118,6 +118,34 @@ async def test_keys_that_others_could_use_are_refused(two: Stores) -> None:
             await client.put(a, timeout_ms=0)
 
 
+async def test_computed_keys_are_the_callers_own_within_the_namespace(two: Stores) -> None:
+    """Two clients put different bytes under one key, at nodes of their own: the first ones count."""
+    a, b, c = values(8, 500, 70_000, 500)
+    async with (
+        two.client(namespace="kv", keys="computed", node_id="machine-a") as one,
+        two.client(namespace="kv", keys="computed", node_id="machine-b") as other,
+    ):
+        keys = [one.tag + bytes([at]) * 12 for at in (1, 2)]
+        puts = await one.put_many([a, b], keys=keys)
+        assert [put.store_id for put in puts] == ["a", "a"] and [put.key for put in puts] == keys
+        await until(lambda: other.exists(keys[1]))
+        await until(lambda: _known_to_master(other, keys))
+        again = await other.put_many([c, b], keys=keys)
+        assert [put.store_id for put in again] == ["a", "a"] and other.counters()["blocks_put"] == 0
+        assert [got.data for got in await other.get_many(keys)] == [a, b]
+        for key in (bytes(16), tenant_tag("others") + bytes(12), one.tag):
+            with pytest.raises(InvalidRequest, match="key="):
+                await one.put(a, key=key)
+        with pytest.raises(InvalidRequest, match="keys=None: 1 blocks, as many keys"):
+            await one.put(a)
+        with pytest.raises(InvalidRequest, match="keys=1: 2 blocks"):
+            await one.put_many([a, b], keys=keys[:1])
+
+
+async def _known_to_master(client: StoreClient, keys: list[bytes]) -> bool:
+    return all(await client.replicas(keys))
+
+
 async def test_names(two: Stores) -> None:
     a, b = values(7, 1000, 2000)
     async with two.client(namespace="n") as client, two.client(namespace="m") as other:

@@ -1,0 +1,1 @@
+"""kvmesh under engines that are not its own."""

@@ -1,0 +1,32 @@
+"""Settings of the connector: what is wrong with one is said of its name and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvmesh.connectors.vllm.config import ConnectorConfig
+from kvmesh.errors import ConfigError
+
+
+def test_the_clients_own_defaults_are_kept() -> None:
+    made = ConnectorConfig.of({"namespace": "n", "store": "a:1,b:2"}).client()
+    assert (made.store, made.namespace, made.keys, made.host) == ("a:1,b:2", "n", "computed", "127.0.0.1")
+    assert made.node_id
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"stoer": "x"}, "'stoer' is no setting of KvmeshConnector; there are .*store"),
+        ({"load_timeout_ms": 0}, r"load_timeout_ms=0: not in 10\.\.600000"),
+        ({"load_timeout_ms": "5"}, "load_timeout_ms='5': must be int, not str"),
+        ({"save_decoded": 1}, "save_decoded=1: must be bool"),
+        ({"transports": "pigeon"}, "transports='pigeon'"),
+        ({"store": "no port"}, "no port"),
+    ],
+)
+def test_what_is_wrong_is_named(extra: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ConnectorConfig.of(extra)
