@@ -16,11 +16,11 @@ LEAST_WAIT_S = 0.05  # before a request that was refused for load has another tu
 class HeldTurn:
     """A request's place in the line of its model. Whoever has it leaves it, whatever happens: `placed`, or `leave`."""
 
-    def __init__(self, gate: HoldGate, ticket: HeldTicket) -> None:
+    def __init__(self, gate: HoldGate, ticket: HeldTicket, refused: KvmeshError | None) -> None:
         self.ticket = ticket
         self._gate = gate
         self._turn = asyncio.get_running_loop().create_future()
-        self._last: KvmeshError | None = None  # what its last turn ended with
+        self._last = refused  # what its last attempt to be placed ended with; None: there was none
 
     async def wait(self) -> None:
         """Returns when it has the turn. Raises Unavailable when its time is over: the gate's timer ends every wait, and
@@ -107,9 +107,7 @@ class HoldGate:
         except Unavailable:
             names.GATEWAY_REFUSED.labels(what="held").inc()
             raise
-        turn = self._turns[ticket] = HeldTurn(self, ticket)
-        if refused is not None:
-            turn._last = refused
+        turn = self._turns[ticket] = HeldTurn(self, ticket, refused)
         self._show()
         return turn
 

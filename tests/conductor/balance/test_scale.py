@@ -311,7 +311,7 @@ def test_strangers_names_take_no_more_room_than_there_is() -> None:
         st.tuples(st.sampled_from(("look", "asked", "held", "start", "stop")), st.floats(0.0, 60.0)), max_size=30
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_none_is_wanted_exactly_when_nobody_has_wanted_it_for_so_long(happens: list[tuple[str, float]]) -> None:
     pools, known, used = Pools(zero_after_s=100.0), False, -math.inf
     for what, seconds in happens:
