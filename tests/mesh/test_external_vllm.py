@@ -129,7 +129,7 @@ async def test_greedy_tokens_are_those_of_vllm_alone(engines: Engines) -> None:
 
 
 async def test_an_answer_goes_on_when_its_vllm_is_killed(engines: Engines) -> None:
-    asked = {"max_tokens": 256, "ignore_eos": True}
+    asked: dict[str, Any] = {"max_tokens": 256, "ignore_eos": True}
     urls = list(engines.processes)
     whole, _ = await ids(engines.http, urls[1], **asked)
     lost, other = (f"external-{url.removeprefix('http://')}" for url in urls)
