@@ -27,7 +27,14 @@ from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.support.mesh.client import until
 from tests.support.mesh.harness import READY_S, Running
 
-pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+# CI has tests/external/test_instance.py: the same service between a real conductor and an engine by script.
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.mesh,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 MODEL, OTHERS = "demo-model", "others"
 ENGINES = ("engine-0", "engine-1", "engine-2")
@@ -213,9 +220,7 @@ async def test_the_conductor_tells_what_it_knows_and_sends_prompts_back(mesh: Ot
     assert why.placement.predicted_cached_tokens > 0
 
 
-@pytest.mark.parametrize(
-    "sig", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=["killed", "frozen"]
-)
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_an_answer_goes_on_at_another_engine(mesh: Others, sig: signal.Signals) -> None:
     """With the same tokens: a frozen engine is found out by its silence."""
     lost, others = ENGINES[0], ENGINES[1:]
@@ -241,7 +246,6 @@ async def test_an_answer_goes_on_at_another_engine(mesh: Others, sig: signal.Sig
     await mesh.ready(*ENGINES)
 
 
-@pytest.mark.long
 async def test_endpoints_join_and_leave_while_they_work(mesh: Others) -> None:
     leaves, stays = ENGINES[2], ENGINES[:2]
     asked: dict[str, Any] = {"max_tokens": 160, "ignore_eos": True}
