@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import orjson
 
-from kvmesh.errors import BodyTooLarge, InternalError, Unavailable
+from kvmesh.errors import BodyTooLarge, InternalError, KvmeshError, Unavailable
 from kvmesh.external.engine_protocol import (
     EngineInterface,
     EngineLoad,
@@ -62,12 +62,17 @@ class EngineClient:
     async def interface(self) -> EngineInterface:
         """Finds out by which interface it takes token ids. An empty body is refused by one that knows the path, and
         costs no engine anything. Raises InternalError where it has neither."""
+        closed: KvmeshError | None = None
         for one in EngineInterface:
             status, body = await self._ask("POST", one.value, b"{}")
-            if status in (401, 403) or status >= 500:
+            if status == 403:  # vLLM has /inference/v1/generate with --enable-scale-out alone
+                closed = closed or error_of(status, body)
+            elif status == 401 or status >= 500:
                 raise error_of(status, body)
-            if status not in (404, 405):
+            elif status not in (404, 405):
                 return one
+        if closed is not None:
+            raise closed
         paths = " nor ".join(one.value for one in EngineInterface)
         raise InternalError(f"the engine at {self.url} has neither {paths}: nothing that takes token ids")
 

@@ -384,7 +384,9 @@ class _Answer:
             return
         opens, first = not request.made, request.made
         self._instance.book.tokens(request, len(ids), time.monotonic_ns())
+        names.EXTERNAL_OUTPUT_TOKENS.inc(len(ids))
         if opens:
+            names.EXTERNAL_TTFT.observe((request.first_ns - request.received_ns) / 1e9)
             self._instance.blocks.used(self._keys)
             self._slot.prefilled(request.cached_tokens, self._timings())
         self._slot.tokens(first, ids, chunk.scores)

@@ -379,6 +379,8 @@ DECODE_READY = _gauge("decode_ready_bool", "1 when work is taken.")
 
 # External instances, all of a process. outcome: done, or a code of the error tree.
 EXTERNAL_REQUESTS = _counter("external_requests_total", "Requests to external engines that ended.", "outcome")
+EXTERNAL_TTFT = _histogram("external_ttft_seconds", "Request sent to the engine until its first token.", _WAIT)
+EXTERNAL_OUTPUT_TOKENS = _counter("external_output_tokens_total", "Tokens that engines have sent.")
 EXTERNAL_ENDPOINTS = _gauge("external_endpoints_count", "Endpoints that flags and the file name now.")
 EXTERNAL_READY = _gauge("external_ready_bool", "1 when the instance takes work.", "instance_id")
 

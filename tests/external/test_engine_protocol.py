@@ -100,7 +100,7 @@ def test_chunks_of_both_interfaces() -> None:
     assert chunk_of(json.dumps(usage).encode()).cached_tokens == 8
     want = [TokenScore(-0.5, ((1, -0.5), (7, -2.0))), TokenScore(-3.0, ((9, -0.1),))]
     tops = [[(1, -0.5), (7, -2.0)], [(2, -3.0), (9, -0.1)]]
-    by_id = [
+    by_id: list[dict[str, Any]] = [
         {"token_id": ids[0][0], "logprob": ids[0][1], "top_logprobs": [{"token_id": t, "logprob": p} for t, p in ids]}
         for ids in tops
     ]
@@ -110,7 +110,8 @@ def test_chunks_of_both_interfaces() -> None:
         for one in by_id
     ]  # fmt: skip
     lists = {"token_logprobs": [-0.5, -3.0], "top_logprobs": [{f"token_id:{t}": p for t, p in ids} for ids in tops]}
-    for told in ({"content": by_id}, {"content": named}, lists):
+    forms: list[dict[str, Any]] = [{"content": by_id}, {"content": named}, lists]
+    for told in forms:
         found = chunk_of(event(logprobs=told), 2).scores
         assert found[0] == want[0] and found[1].logprob == -3.0 and found[1].top[0] == (9, -0.1)
 

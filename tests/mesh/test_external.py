@@ -27,7 +27,14 @@ from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.support.mesh.client import until
 from tests.support.mesh.harness import READY_S, Running
 
-pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+# CI has tests/external/test_instance.py: the same service between a real conductor and an engine by script.
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.mesh,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 MODEL, OTHERS = "demo-model", "others"
 ENGINES = ("engine-0", "engine-1", "engine-2")
@@ -179,7 +186,7 @@ def _engine(gateway: plan.ProcessSpec, name: str, ports: plan.Ports) -> plan.Pro
 
 
 async def test_answers_are_the_engines_own(mesh: Others) -> None:
-    asked = {"max_tokens": 16, "logprobs": 2}
+    asked: dict[str, Any] = {"max_tokens": 16, "logprobs": 2}
     own, others = await asyncio.gather(mesh.complete(MODEL, **asked), mesh.complete(OTHERS, **asked))
     [one], [other] = own["choices"], others["choices"]
     assert one["token_ids"] == other["token_ids"] and one["text"] == other["text"]
@@ -217,7 +224,7 @@ async def test_the_conductor_tells_what_it_knows_and_sends_prompts_back(mesh: Ot
 async def test_an_answer_goes_on_at_another_engine(mesh: Others, sig: signal.Signals) -> None:
     """With the same tokens: a frozen engine is found out by its silence."""
     lost, others = ENGINES[0], ENGINES[1:]
-    asked = {"max_tokens": 160, "ignore_eos": True}
+    asked: dict[str, Any] = {"max_tokens": 160, "ignore_eos": True}
     whole = asyncio.create_task(mesh.ids(MODEL, **asked))
     await mesh.running.cordon(*others)
     async with mesh.streamed(OTHERS, **asked) as answer:
@@ -241,7 +248,7 @@ async def test_an_answer_goes_on_at_another_engine(mesh: Others, sig: signal.Sig
 
 async def test_endpoints_join_and_leave_while_they_work(mesh: Others) -> None:
     leaves, stays = ENGINES[2], ENGINES[:2]
-    asked = {"max_tokens": 160, "ignore_eos": True}
+    asked: dict[str, Any] = {"max_tokens": 160, "ignore_eos": True}
     await mesh.running.cordon(*stays)
     async with mesh.streamed(OTHERS, **asked) as answer:
         assert await anext(answer.ids)
