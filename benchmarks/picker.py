@@ -82,8 +82,19 @@ async def register(stub: Any, context_tokens: int) -> None:
             ),
             timeout=10,
         )  # fmt: skip
-        load = conductor_pb2.Load(free_pages=1 << 20, free_extents=1 << 20)
-        await stub.Heartbeat(conductor_pb2.HeartbeatRequest(instance=ref, seq=1, ready=True, load=load), timeout=10)
+
+
+async def beat(stub: Any) -> None:
+    """Says for all engines that they are there and idle, until cancelled: who is silent is forgotten."""
+    load = conductor_pb2.Load(free_pages=1 << 20, free_extents=1 << 20)
+    seq = 0
+    while True:
+        seq += 1
+        for number in range(ENGINES):
+            ref = common_pb2.InstanceRef(instance_id=f"e{number}", address="127.0.0.1:9", incarnation=1)
+            beats = conductor_pb2.HeartbeatRequest(instance=ref, seq=seq, ready=True, load=load)
+            await stub.Heartbeat(beats, timeout=30)
+        await asyncio.sleep(5.0)
 
 
 class PromptMaker:
@@ -200,12 +211,16 @@ async def processes(args: argparse.Namespace) -> AsyncIterator[tuple[BenchedServ
             address = conductor.wait()
             model = ("--model", str(args.model), "--served-name", MODEL)
             picker = BenchedService(Path(folder), "picker", "--conductor", address, *model, "--metrics-port", "0")
-            async with channels.connect(address) as channel:
-                await register(conductor_pb2_grpc.ConductorStub(channel), args.tokens)  # type: ignore[no-untyped-call]
-            async with channels.connect(picker.wait()) as channel:
+            async with channels.connect(address) as control, channels.connect(picker.wait()) as channel:
+                known: Any = conductor_pb2_grpc.ConductorStub(control)  # type: ignore[no-untyped-call]
+                await register(known, args.tokens)
+                beating = asyncio.create_task(beat(known))
                 stub = pb_grpc.ExternalProcessorStub(channel)  # type: ignore[no-untyped-call]
-                await _known(stub)
-                yield conductor, picker, stub
+                try:
+                    await _known(stub)
+                    yield conductor, picker, stub
+                finally:
+                    beating.cancel()
         finally:
             for service in (picker, conductor):
                 if service is not None:
