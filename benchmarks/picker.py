@@ -133,8 +133,9 @@ def _answered() -> pb.ProcessingRequest:
     return message
 
 
-async def one(stub: Any, body: bytes, hold: asyncio.Event | None = None) -> float:
-    """One request to the end of its answer, which begins when `hold` is set. Returns the seconds of the decision."""
+async def one(stub: Any, body: bytes, hold: asyncio.Event | None = None, decided: list[float] | None = None) -> float:
+    """One request to the end of its answer, which begins when `hold` is set. Returns the seconds of the decision, which
+    `decided` gets at once."""
     call = stub.Process()
     head, whole = _first(body)
     await call.write(head)
@@ -143,6 +144,8 @@ async def one(stub: Any, body: bytes, hold: asyncio.Event | None = None) -> floa
     answer = await call.read()
     took = time.perf_counter() - start
     assert answer.dynamic_metadata.fields, f"refused: {answer}"
+    if decided is not None:
+        decided.append(took)
     if hold is not None:
         await hold.wait()
     await call.write(_answered())
@@ -240,9 +243,14 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         )
         rate = len(bodies) / picker_s
         hold = asyncio.Event()
-        held = [asyncio.create_task(one(stub, body, hold)) for body in maker.bodies(args.streams)]
-        await asyncio.sleep(0)
-        held_s = sorted(await _decided(held, hold, stub, maker, args, rate))
+        opened = list[float]()
+        held = [asyncio.create_task(one(stub, body, hold, opened)) for body in maker.bodies(args.streams)]
+        while len(opened) < len(held):  # noqa: ASYNC110 - each appends to the list
+            await asyncio.sleep(0.1)
+        latencies = await open_loop(stub, maker.bodies(args.requests), args.rate or rate / 2)
+        hold.set()
+        await asyncio.gather(*held)
+        held_s = sorted(latencies)
         return {
             "requests": len(bodies), "body_kib": sum(map(len, bodies)) / len(bodies) / 1024,
             "picker_cpu_ms": 1000 * picker_s / len(bodies), "conductor_cpu_ms": 1000 * conductor_s / len(bodies),
@@ -250,22 +258,6 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
             "core_ms": core_ms(),
             "p50_ms": 1000 * quantile(held_s, 0.5), "p99_ms": 1000 * quantile(held_s, 0.99),
         }  # fmt: skip
-
-
-async def _decided(
-    held: Sequence[asyncio.Task[float]],
-    hold: asyncio.Event,
-    stub: Any,
-    maker: PromptMaker,
-    args: argparse.Namespace,
-    rate: float,
-) -> list[float]:
-    """Returns the latencies at half of `rate`, while `held` streams stay open."""
-    await asyncio.sleep(args.streams / rate * 3)
-    latencies = await open_loop(stub, maker.bodies(args.requests), args.rate or rate / 2)
-    hold.set()
-    await asyncio.gather(*held)
-    return latencies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
