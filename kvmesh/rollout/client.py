@@ -176,9 +176,7 @@ class RolloutClient:
         start = time.monotonic()
         while True:
             try:
-                return await self._streamed(
-                    body, RolloutGroup(list(prompt), [RolloutSample() for _ in range(n)]), enough
-                )
+                return await self._streamed(body, RolloutGroup(list(prompt), [RolloutSample() for _ in range(n)]), enough)
             except RolloutRefused as refused:
                 if refused.status != 429 or refused.retry_after_s is None:
                     raise
