@@ -82,8 +82,19 @@ async def register(stub: Any, context_tokens: int) -> None:
             ),
             timeout=10,
         )  # fmt: skip
-        load = conductor_pb2.Load(free_pages=1 << 20, free_extents=1 << 20)
-        await stub.Heartbeat(conductor_pb2.HeartbeatRequest(instance=ref, seq=1, ready=True, load=load), timeout=10)
+
+
+async def beat(stub: Any) -> None:
+    """Says for all engines that they are there and idle, until cancelled: who is silent is forgotten."""
+    load = conductor_pb2.Load(free_pages=1 << 20, free_extents=1 << 20)
+    seq = 0
+    while True:
+        seq += 1
+        for number in range(ENGINES):
+            ref = common_pb2.InstanceRef(instance_id=f"e{number}", address="127.0.0.1:9", incarnation=1)
+            beats = conductor_pb2.HeartbeatRequest(instance=ref, seq=seq, ready=True, load=load)
+            await stub.Heartbeat(beats, timeout=30)
+        await asyncio.sleep(5.0)
 
 
 class PromptMaker:
@@ -122,8 +133,9 @@ def _answered() -> pb.ProcessingRequest:
     return message
 
 
-async def one(stub: Any, body: bytes, hold: asyncio.Event | None = None) -> float:
-    """One request to the end of its answer, which begins when `hold` is set. Returns the seconds of the decision."""
+async def one(stub: Any, body: bytes, hold: asyncio.Event | None = None, decided: list[float] | None = None) -> float:
+    """One request to the end of its answer, which begins when `hold` is set. Returns the seconds of the decision, which
+    `decided` gets at once."""
     call = stub.Process()
     head, whole = _first(body)
     await call.write(head)
@@ -132,6 +144,8 @@ async def one(stub: Any, body: bytes, hold: asyncio.Event | None = None) -> floa
     answer = await call.read()
     took = time.perf_counter() - start
     assert answer.dynamic_metadata.fields, f"refused: {answer}"
+    if decided is not None:
+        decided.append(took)
     if hold is not None:
         await hold.wait()
     await call.write(_answered())
@@ -148,6 +162,21 @@ def core_ms() -> float:
     for _ in range(1_000_000):
         pass
     return 1000 * (time.thread_time() - start)
+
+
+async def _known(stub: Any) -> None:
+    """Waits until the picker knows the engines."""
+    head = pb.ProcessingRequest()
+    head.request_headers.end_of_stream = True
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        call = stub.Process()
+        await call.write(head)
+        await call.done_writing()
+        if (await call.read()).dynamic_metadata.fields:
+            return
+        await asyncio.sleep(0.2)  # it looks for them every second
+    raise AssertionError("the picker does not find the engines")
 
 
 async def closed_loop(stub: Any, bodies: Sequence[bytes], at_once: int) -> float:
@@ -185,12 +214,16 @@ async def processes(args: argparse.Namespace) -> AsyncIterator[tuple[BenchedServ
             address = conductor.wait()
             model = ("--model", str(args.model), "--served-name", MODEL)
             picker = BenchedService(Path(folder), "picker", "--conductor", address, *model, "--metrics-port", "0")
-            async with channels.connect(address) as channel:
-                await register(conductor_pb2_grpc.ConductorStub(channel), args.tokens)  # type: ignore[no-untyped-call]
-            async with channels.connect(picker.wait()) as channel:
+            async with channels.connect(address) as control, channels.connect(picker.wait()) as channel:
+                known: Any = conductor_pb2_grpc.ConductorStub(control)  # type: ignore[no-untyped-call]
+                await register(known, args.tokens)
+                beating = asyncio.create_task(beat(known))
                 stub = pb_grpc.ExternalProcessorStub(channel)  # type: ignore[no-untyped-call]
-                await asyncio.sleep(2.0)  # it looks for engines every second
-                yield conductor, picker, stub
+                try:
+                    await _known(stub)
+                    yield conductor, picker, stub
+                finally:
+                    beating.cancel()
         finally:
             for service in (picker, conductor):
                 if service is not None:
@@ -210,9 +243,14 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         )
         rate = len(bodies) / picker_s
         hold = asyncio.Event()
-        held = [asyncio.create_task(one(stub, body, hold)) for body in maker.bodies(args.streams)]
-        await asyncio.sleep(0)
-        held_s = sorted(await _decided(held, hold, stub, maker, args, rate))
+        opened = list[float]()
+        held = [asyncio.create_task(one(stub, body, hold, opened)) for body in maker.bodies(args.streams)]
+        while len(opened) < len(held):  # noqa: ASYNC110 - each appends to the list
+            await asyncio.sleep(0.1)
+        latencies = await open_loop(stub, maker.bodies(args.requests), args.rate or rate / 2)
+        hold.set()
+        await asyncio.gather(*held)
+        held_s = sorted(latencies)
         return {
             "requests": len(bodies), "body_kib": sum(map(len, bodies)) / len(bodies) / 1024,
             "picker_cpu_ms": 1000 * picker_s / len(bodies), "conductor_cpu_ms": 1000 * conductor_s / len(bodies),
@@ -220,22 +258,6 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
             "core_ms": core_ms(),
             "p50_ms": 1000 * quantile(held_s, 0.5), "p99_ms": 1000 * quantile(held_s, 0.99),
         }  # fmt: skip
-
-
-async def _decided(
-    held: Sequence[asyncio.Task[float]],
-    hold: asyncio.Event,
-    stub: Any,
-    maker: PromptMaker,
-    args: argparse.Namespace,
-    rate: float,
-) -> list[float]:
-    """Returns the latencies at half of `rate`, while `held` streams stay open."""
-    await asyncio.sleep(args.streams / rate * 3)
-    latencies = await open_loop(stub, maker.bodies(args.requests), args.rate or rate / 2)
-    hold.set()
-    await asyncio.gather(*held)
-    return latencies
 
 
 def main(argv: Sequence[str] | None = None) -> int:

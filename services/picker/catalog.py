@@ -19,7 +19,7 @@ from kvmesh.rpc.pb import conductor_pb2
 from kvmesh.rpc.server import join
 from kvmesh.services.gateway.conductor import PLACED_S, Conductor
 from kvmesh.services.gateway.models import ServedModelFacts
-from kvmesh.services.picker.decide import EngineEndpoint, GatewayEndpoint
+from kvmesh.services.picker.decide import PickableEngine, PickableGateway
 from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
@@ -88,23 +88,23 @@ class EndpointCatalog:
         self._on_ready = on_ready
         self._names = EndpointNames()
         self._ready_gateways: dict[str, bool] = {}  # by address
-        self._by_id: dict[str, EngineEndpoint] = {}
-        self._by_address: dict[str, EngineEndpoint] = {}
-        self._by_model: dict[str, list[EngineEndpoint]] = {}
+        self._by_id: dict[str, PickableEngine] = {}
+        self._by_address: dict[str, PickableEngine] = {}
+        self._by_model: dict[str, list[PickableEngine]] = {}
         self._looked_at = float("-inf")
         self.why_not = "the conductor has not answered yet"
         self.facts: dict[str, ServedModelFacts] = {}
         self.sent: dict[str, int] = {}
 
-    def engine(self, instance_id: str) -> EngineEndpoint | None:
+    def engine(self, instance_id: str) -> PickableEngine | None:
         """Returns the engine of that name, if it has a URL."""
         return self._by_id.get(instance_id)
 
-    def at(self, address: str) -> EngineEndpoint | None:
+    def at(self, address: str) -> PickableEngine | None:
         """Returns the engine at that `ip:port`."""
         return self._by_address.get(address)
 
-    def engines(self, model: str) -> list[EngineEndpoint]:
+    def engines(self, model: str) -> list[PickableEngine]:
         """Returns the engines that serve `model`; "" stands for any."""
         return self._by_model.get(model, []) if model else list(self._by_id.values())
 
@@ -114,10 +114,10 @@ class EndpointCatalog:
         return self._by_model.keys()
 
     @property
-    def gateways(self) -> list[GatewayEndpoint]:
+    def gateways(self) -> list[PickableGateway]:
         """All gateways that have an address, with what was sent there."""
         return [
-            GatewayEndpoint(address, ready, self.sent.get(address, 0))
+            PickableGateway(address, ready, self.sent.get(address, 0))
             for address, ready in self._ready_gateways.items()
         ]
 
@@ -183,10 +183,10 @@ class EndpointCatalog:
         name = url_address(one.http_url)
         return next(iter(await self._names.addresses_of(name)), "") if name else ""
 
-    def _set(self, engines: Sequence[EngineEndpoint]) -> None:
+    def _set(self, engines: Sequence[PickableEngine]) -> None:
         self._by_id = {one.instance_id: one for one in engines}
         self._by_address = {one.address: one for one in engines}
-        by_model: dict[str, list[EngineEndpoint]] = {}
+        by_model: dict[str, list[PickableEngine]] = {}
         for one in engines:
             by_model.setdefault(one.model, []).append(one)
         self._by_model = by_model
@@ -202,14 +202,14 @@ class EndpointCatalog:
             return False
 
 
-def _engine(told: conductor_pb2.InstanceStatus, address: str) -> EngineEndpoint:
+def _engine(told: conductor_pb2.InstanceStatus, address: str) -> PickableEngine:
     load = told.load
     waiting = load.queued_requests + load.running_requests + load.waiting_requests
     requests = max(told.pending_requests, waiting)
-    return EngineEndpoint(told.instance.instance_id, address, told.model, told.ready, told.queue_ms / 1000, requests)
+    return PickableEngine(told.instance.instance_id, address, told.model, told.ready, told.queue_ms / 1000, requests)
 
 
-def endpoints_ready(engines: Collection[EngineEndpoint], gateways: Collection[GatewayEndpoint]) -> tuple[int, int]:
+def endpoints_ready(engines: Collection[PickableEngine], gateways: Collection[PickableGateway]) -> tuple[int, int]:
     """Returns how many endpoints there are, and how many of them are ready."""
     everyone = [one.ready for one in engines] + [one.ready for one in gateways]
     return len(everyone), sum(everyone)

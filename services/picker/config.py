@@ -77,7 +77,9 @@ class PickerConfig(ServiceConfig):
             "min": 1,
         },
     )
-    max_placing: int = same_as(GatewayConfig, "max_placing", min=1)
+    max_placing: int = same_as(
+        GatewayConfig, "max_placing", default=1024, min=1, help="Placements under way at once; others wait for one."
+    )
     threads: int = same_as(GatewayConfig, "threads", min=1)
     text_cache_mb: int = field(
         default=64,

@@ -18,7 +18,7 @@ _RETRY_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class EngineEndpoint:
+class PickableEngine:
     """An engine that is not kvmesh's own, as the conductor knows it. `load_s` orders endpoints: seconds that a request
     would wait there."""
 
@@ -31,7 +31,7 @@ class EngineEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayEndpoint:
+class PickableGateway:
     """A kvmesh gateway. `requests` are those that this picker has sent there and that are not over."""
 
     address: str
@@ -45,8 +45,8 @@ def within(addresses: Iterable[str], subset: Collection[str] | None) -> list[str
 
 
 def engines_by_load(
-    engines: Sequence[EngineEndpoint], subset: Collection[str] | None, sent: Mapping[str, int], turn: int
-) -> list[EngineEndpoint]:
+    engines: Sequence[PickableEngine], subset: Collection[str] | None, sent: Mapping[str, int], turn: int
+) -> list[PickableEngine]:
     """Orders the engines that may be picked, the least loaded first. `sent` counts requests by address that this picker
     sent there without a placement; `turn` is a number that grows, which deals equal ones out in turn."""
     able = [one for one in engines if one.ready and (subset is None or one.address in subset)]
@@ -59,7 +59,7 @@ def engines_by_load(
 
 
 def gateways_in_order(
-    gateways: Sequence[GatewayEndpoint], subset: Collection[str] | None, session: str, turn: int
+    gateways: Sequence[PickableGateway], subset: Collection[str] | None, session: str, turn: int
 ) -> list[str]:
     """Orders the gateways that may be picked. Requests of one session go to one gateway (rendezvous hashing: another
     gateway's coming or going moves few sessions) while it has no more than its share of requests; others go to the

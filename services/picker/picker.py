@@ -37,7 +37,7 @@ from kvmesh.services.gateway.text.prepare import ModelBounds
 from kvmesh.services.picker import decide
 from kvmesh.services.picker.catalog import EndpointCatalog, endpoints_ready
 from kvmesh.services.picker.config import PickerConfig
-from kvmesh.services.picker.decide import EngineEndpoint
+from kvmesh.services.picker.decide import PickableEngine
 from kvmesh.services.picker.prompts import INTERFACES, KeyedPrompt, PromptReader, read_generation
 from kvmesh.services.picker.releases import RequestReleases
 from kvmesh.services.picker.wire import RequestHead
@@ -135,7 +135,7 @@ class EndpointPicker:
         self._turn += 1
         return self._turn
 
-    def _nothing(self, model: str, engines: Collection[EngineEndpoint], subset: Collection[str] | None) -> KvmeshError:
+    def _nothing(self, model: str, engines: Collection[PickableEngine], subset: Collection[str] | None) -> KvmeshError:
         catalog = self._catalog
         count, ready = endpoints_ready(engines, catalog.gateways)
         if catalog.why_not and not count:
@@ -205,7 +205,7 @@ class EndpointPicker:
         prompt: KeyedPrompt,
         request_id: str,
         asked: PickRequest,
-        able: list[EngineEndpoint],
+        able: list[PickableEngine],
         parent: Context,
     ) -> PickedEndpoints | None:
         """Returns the conductor's choice, with other engines behind it; None when it has none that may be picked."""

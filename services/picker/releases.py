@@ -13,7 +13,7 @@ from kvmesh.telemetry import names
 log = logging.getLogger(__name__)
 
 AFTER_S = 0.05
-CALL_S = 2.0
+CALL_S = 5.0
 MOST = 512  # in one call
 MAX_WAITING = 65_536
 
@@ -68,7 +68,11 @@ class RequestReleases:
             async with asyncio.timeout(CALL_S):
                 await self._tell(some)
         except (KvmeshError, TimeoutError) as error:
-            log.warning("the conductor was not told of %d requests that are over: %s", len(some), error)
+            log.warning(
+                "the conductor was not told of %d requests that are over: %s",
+                len(some),
+                error or f"no answer within {CALL_S:g} s",
+            )
             names.PICKER_RELEASES.labels(outcome="lost").inc(len(some))
         else:
             names.PICKER_RELEASES.labels(outcome="told").inc(len(some))

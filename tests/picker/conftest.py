@@ -28,6 +28,7 @@ class PickerMesh:
     def __init__(self, conductor: Running, picker: Running, proxy: ProxyClient, stub: Any) -> None:
         self.conductor, self.picker, self.proxy, self.stub = conductor, picker, proxy, stub
         self._beats = 0
+        self._engines: dict[str, bool] = {}  # whether it is ready
 
     async def add(self, name: str, address: str, *, ready: bool = True, seen: bool = True) -> None:
         """Registers an engine of that `ip:port`; waits until the picker has seen it."""
@@ -42,12 +43,19 @@ class PickerMesh:
             knowledge=conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK,
         )  # fmt: skip
         await self.stub.Register(request, timeout=TIMEOUT_S)
-        self._beats += 1
-        load = conductor_pb2.Load(free_pages=4096, free_extents=4096)
-        beat = conductor_pb2.HeartbeatRequest(instance=ref, seq=self._beats, ready=ready, load=load)
-        await self.stub.Heartbeat(beat, timeout=TIMEOUT_S)
+        self._engines[name] = ready
+        await self.beat()
         if ready and seen:
             await self.sees(address)
+
+    async def beat(self) -> None:
+        """Says of all engines that they are there and idle: the conductor forgets who is silent for long."""
+        load = conductor_pb2.Load(free_pages=4096, free_extents=4096)
+        for name, ready in self._engines.items():
+            self._beats += 1
+            ref = common_pb2.InstanceRef(instance_id=name, address="127.0.0.1:9", incarnation=1)
+            beat = conductor_pb2.HeartbeatRequest(instance=ref, seq=self._beats, ready=ready, load=load)
+            await self.stub.Heartbeat(beat, timeout=TIMEOUT_S)
 
     async def sees(self, address: str) -> None:
         async def it_does() -> bool:
@@ -57,6 +65,7 @@ class PickerMesh:
 
     async def pending(self, name: str) -> int:
         """Placements at an instance that are not over."""
+        await self.beat()
         told = await self.stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=TIMEOUT_S)
         return next(one.pending_requests for one in told.instances if one.instance.instance_id == name)
 

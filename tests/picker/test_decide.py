@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import ModelNotFound, Unavailable
 from kvmesh.services.picker.decide import (
-    EngineEndpoint,
-    GatewayEndpoint,
+    PickableEngine,
+    PickableGateway,
     engines_by_load,
     gateways_in_order,
     none_left,
@@ -32,11 +32,11 @@ def test_only_ready_endpoints_of_the_subset_are_named(
     loads = {one: data.draw(st.integers(0, 9)) for one in given_}
     turn = data.draw(st.integers(0, 1000))
     may = {one for one in given_ if ready[one] and (subset is None or one in subset)}
-    engines = [EngineEndpoint(one, one, "m", ready[one], 0.0, loads[one]) for one in given_]
+    engines = [PickableEngine(one, one, "m", ready[one], 0.0, loads[one]) for one in given_]
     found = [one.address for one in engines_by_load(engines, subset, {}, turn)]
     assert sorted(found) == sorted(may)
     assert [loads[one] for one in found] == sorted(loads[one] for one in may)
-    gateways = [GatewayEndpoint(one, ready[one], loads[one]) for one in given_]
+    gateways = [PickableGateway(one, ready[one], loads[one]) for one in given_]
     for session in ("", "chat-7"):
         assert sorted(gateways_in_order(gateways, subset, session, turn)) == sorted(may)
     least = gateways_in_order(gateways, subset, "", turn)
@@ -44,21 +44,21 @@ def test_only_ready_endpoints_of_the_subset_are_named(
 
 
 def test_equal_ones_have_their_turns() -> None:
-    gateways = [GatewayEndpoint(one, True) for one in ADDRESSES]
+    gateways = [PickableGateway(one, True) for one in ADDRESSES]
     first = Counter(gateways_in_order(gateways, None, "", turn)[0] for turn in range(50))
     assert set(first.values()) == {10}
-    engines = [EngineEndpoint(one, one, "m", True) for one in ADDRESSES]
+    engines = [PickableEngine(one, one, "m", True) for one in ADDRESSES]
     first = Counter(engines_by_load(engines, None, {}, turn)[0].address for turn in range(50))
     assert set(first.values()) == {10}
 
 
 def test_requests_that_were_sent_without_a_placement_count() -> None:
-    engines = [EngineEndpoint(one, one, "m", True, requests=2) for one in ADDRESSES[:2]]
+    engines = [PickableEngine(one, one, "m", True, requests=2) for one in ADDRESSES[:2]]
     assert engines_by_load(engines, None, {ADDRESSES[0]: 1}, 0)[0].address == ADDRESSES[1]
 
 
 def test_a_session_stays_and_few_move_with_a_gateway() -> None:
-    gateways = [GatewayEndpoint(one, True) for one in ADDRESSES]
+    gateways = [PickableGateway(one, True) for one in ADDRESSES]
     sessions = [f"s{n}" for n in range(500)]
     before = {one: gateways_in_order(gateways, None, one, random.randrange(99))[0] for one in sessions}
     assert before == {one: gateways_in_order(gateways, None, one, 0)[0] for one in sessions}
@@ -72,7 +72,7 @@ def test_a_session_stays_and_few_move_with_a_gateway() -> None:
 
 
 def test_a_gateway_with_more_than_its_share_gives_sessions_away() -> None:
-    idle = [GatewayEndpoint(one, True) for one in ADDRESSES]
+    idle = [PickableGateway(one, True) for one in ADDRESSES]
     own = gateways_in_order(idle, None, "s", 0)
     crowded = [replace(one, requests=40 if one.address == own[0] else 1) for one in idle]
     assert gateways_in_order(crowded, None, "s", 0) == [*own[1:], own[0]]

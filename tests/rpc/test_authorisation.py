@@ -230,9 +230,8 @@ async def listener() -> AsyncIterator[str]:
     for service in services():
         if service.full_name == TRACES:
             continue
-        module = importlib.import_module(
-            service.file.name.replace("/", ".").replace("kvmesh.v1.", f"{pb.__name__}.")[:-6] + "_pb2_grpc"
-        )
+        folder, _, name = service.file.name.removesuffix(".proto").rpartition("/")
+        module = importlib.import_module(f"{pb.__name__}.{'' if folder == 'kvmesh/v1' else 'envoy_'}{name}_pb2_grpc")
         getattr(module, f"add_{service.name}Servicer_to_server")(Anything(), server.grpc)
         server.serves(service.full_name)
     await server.start()
