@@ -37,7 +37,7 @@ QUICK_FIRST = (
     ("gateway",),
     ("conductor",),
     ("cli",),
-    ("audit", "compose", "fuzz", "gpu", "mesh", "rdma", "rpc", "telemetry", "."),
+    ("audit", "compose", "connectors", "fuzz", "gpu", "mesh", "rdma", "rpc", "telemetry", "."),
     ("sim", "coupled"),
     ("store", "kvcache", "tiers"),
     ("decode", "prefill"),
