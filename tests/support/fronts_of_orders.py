@@ -105,7 +105,11 @@ class OrderedFront:
         name, address = self.front.instance_id, self.front.address
         ref = SimpleNamespace(instance_id=name, address=address, incarnation=1, life=(name, 1))
         found: Any = SimpleNamespace(
-            model=model, ref=ref, role=SimpleNamespace(decodes=self.decodes), not_ready_reason=""
+            model=model,
+            ref=ref,
+            role=SimpleNamespace(decodes=self.decodes),
+            not_ready_reason="",
+            external=False,
         )
         return cast(Instance, found)
 
