@@ -37,10 +37,10 @@ QUICK_FIRST = (
     ("gateway",),
     ("conductor",),
     ("cli",),
-    ("audit", "compose", "connectors", "fuzz", "gpu", "mesh", "rdma", "rpc", "telemetry", "."),
+    ("audit", "compose", "connectors", "external", "fuzz", "gpu", "mesh", "rdma", "rollout", "rpc", "telemetry", "."),
     ("sim", "coupled"),
     ("store", "kvcache", "tiers"),
-    ("decode", "prefill"),
+    ("decode", "prefill", "picker"),
     ("transfer",),
 )  # fmt: skip
 REST_FIRST = tuple(
