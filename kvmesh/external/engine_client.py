@@ -28,7 +28,8 @@ SPARE_CONNECTIONS = 8
 
 
 class EngineLost(Unavailable):
-    """The connection to an engine failed, which is not the same as no answer in time. Peers see `unavailable`."""
+    """The connection to an engine broke or was refused, which is not the same as no answer in time. Peers see
+    `unavailable`."""
 
 
 class EngineClient:
@@ -117,7 +118,9 @@ class EngineClient:
             for event in lines.feed(data):
                 yield event
 
-    def _lost(self, err: httpx.HTTPError) -> EngineLost:
+    def _lost(self, err: httpx.HTTPError) -> Unavailable:
+        if isinstance(err, httpx.TimeoutException):  # a connection that is not there yet may only be slow
+            return Unavailable(f"the engine at {self.url} took no connection within {self._timeout_s:g} s")
         why = shown(str(err), quoted=False) or type(err).__name__
         return EngineLost(f"the engine at {self.url} cannot be reached: {type(err).__name__}: {why}")
 

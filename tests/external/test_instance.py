@@ -42,12 +42,13 @@ WHOLE = [event(1), event(2, 3), event(finish="length"), DONE]
 @dataclass
 class ScriptedEngine:
     """An HTTP server that answers what it is told to. `pieces` are written one by one; then, unless it `hangs`, the
-    connection is closed. `silent`: nothing is answered at all."""
+    connection is closed. `silent`: nothing is answered at all. `broken`: every connection ends without an answer."""
 
     pieces: Sequence[bytes] = field(default_factory=lambda: WHOLE)
     status: int = 200
     hangs: bool = False
     silent: bool = False
+    broken: bool = False
     generates: bool = True
     blocks: int = 64
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -64,6 +65,8 @@ class ScriptedEngine:
             body = await reader.readexactly(sizes[0]) if sizes else b""
             if self.silent:
                 await reader.read()
+            elif self.broken:
+                pass
             elif verb == "GET":
                 self._answer(writer, 200, self._told(path))
             elif path == "/inference/v1/generate" and not self.generates:
@@ -170,7 +173,8 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    """A world of patience: a busy machine stands still for seconds. Who waits for its end gives shorter times."""
     (tmp_path / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 2, "max_position_embeddings": 512}')
     engine = ScriptedEngine()
     async with contextlib.AsyncExitStack() as stack:
@@ -185,10 +189,8 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
             served_name=MODEL,
             conductor=there.address,
             poll_ms=50,
-            engine_timeout_ms=1_000,
-            engine_silence_ms=1_500,
-            token_silence_ms=4_000,
             stop_grace_ms=100,
+            **{"engine_timeout_ms": 20_000, "engine_silence_ms": 30_000, **getattr(request, "param", {})},
         )
         service = await stack.enter_async_context(running(main.run, config))
         sessions = Sessions("g", 1, 10.0)
@@ -211,9 +213,9 @@ async def test_answers_loads_and_blocks(world: World) -> None:
     again = Sink()
     await world.ask(again)
     assert (await asyncio.wait_for(again.end, 30)).cached_tokens == 8
-    world.engine.generates, world.engine.silent = False, True
+    world.engine.generates, world.engine.broken = False, True
     await world.known(lambda one: not one.ready)
-    world.engine.silent = False
+    world.engine.broken = False
     await world.known(lambda one: one.ready and one.instance.incarnation != told.instance.incarnation)
     last = Sink()
     await world.ask(last)
@@ -243,12 +245,13 @@ async def test_what_no_answer_is_has_a_name(
     assert not error.message.count("\n")
 
 
+@pytest.mark.parametrize("world", [{"token_silence_ms": 2_000}], indirect=True)
 async def test_statuses_silence_and_refusals_have_names(world: World) -> None:
     for status, kind in ((400, InvalidRequest), (429, Overloaded), (500, Unavailable)):
         world.engine.status = status
         assert isinstance(error := await world.fails(), kind) and f"answers {status}: says no" in error.message
     world.engine.status, world.engine.hangs, world.engine.pieces = 200, True, [event(1)]
-    assert "token_silence_ms=4000" in (await world.fails()).message
+    assert "token_silence_ms=2000" in (await world.fails()).message
     world.engine.pieces = []
     assert isinstance(await world.fails(deadline_ms=300), DeadlinePassed)
     for asked in ({"grammar": "{}"}, {"max_tokens": 0}):
@@ -277,6 +280,7 @@ async def test_no_more_tokens_come_than_a_gateway_takes(world: World) -> None:
     assert sink.tokens == [1, 2, 3]
 
 
+@pytest.mark.parametrize("world", [{"engine_timeout_ms": 3_000, "engine_silence_ms": 4_000}], indirect=True)
 async def test_an_engine_that_does_not_answer_loses_its_work_in_time(world: World) -> None:
     world.engine.hangs, world.engine.pieces = True, [event(1)]
     sink = Sink()
