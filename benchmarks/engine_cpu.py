@@ -40,7 +40,8 @@ from benchmarks.limits import Limits, Work, measure
 from benchmarks.peers import vllm_env
 from benchmarks.peers.engine_process import Engine, SideSpec
 from benchmarks.peers.link import PeerMissing
-from benchmarks.peers.qwen_shape import QWEN3_06B, VOCAB, chunk_work, decode_work, prefill_work
+from benchmarks.peers.qwen_shape import LAYERS, QWEN3_06B, chunk_work, decode_work, prefill_work
+from benchmarks.peers.random_model import ModelShape
 from benchmarks.progress import tell
 from benchmarks.turns import interval, over, ratios
 
@@ -91,14 +92,19 @@ class Point(NamedTuple):
 Seen = dict[str, list[Limits]]  # point → the limits around it, round by round
 
 
-def ids_of(rng: random.Random, count: int, tokens: int, vocab: int = VOCAB) -> list[list[int]]:
+def shape_of(args: argparse.Namespace) -> ModelShape:
+    """Returns the model's shape, scaled down to so many layers."""
+    return QWEN3_06B if args.layers == LAYERS else QWEN3_06B.scaled(args.layers)
+
+
+def ids_of(rng: random.Random, count: int, tokens: int, vocab: int) -> list[list[int]]:
     return [[rng.randrange(vocab) for _ in range(tokens)] for _ in range(count)]
 
 
 def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped children are ended on every way out
-    model = QWEN3_06B.checkpoint()
+    model = shape_of(args).checkpoint()
     sides = {"kvmesh": SideSpec("kvmesh", sys.executable, Path(__file__).parents[1])}
     if args.base:
         sides["base"] = SideSpec("kvmesh", sys.executable, args.base.resolve())
@@ -140,6 +146,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--without-vllm", action="store_true", help="with --base: ours alone, so that rounds are short")
     parser.add_argument("--starts", type=int, default=STARTS, help=f"start-ups of each engine ({STARTS})")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches, in requests")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"scale the model down ({LAYERS}): shorter rounds")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no round begins after so long (no limit)")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     args = parser.parse_args()
@@ -162,17 +169,18 @@ def starts(figures: dict[str, Figures], sides: dict[str, SideSpec], model: Path,
 
 
 def points_of(args: argparse.Namespace, round_: int = 0) -> list[Point]:
-    rng = random.Random(round_)
+    rng, vocab = random.Random(round_), shape_of(args).vocab
     found = [
-        Point(f"prefill {n}", {"do": "prefill", "ids": ids_of(rng, 1, n)}, 1, n, prefill_work(n)) for n in args.prefill
+        Point(f"prefill {n}", {"do": "prefill", "ids": ids_of(rng, 1, n, vocab)}, 1, n, prefill_work(n))
+        for n in args.prefill
     ]
     if not args.no_cached:
         before, new = CACHED
-        asked = {"do": "cached", "ids": ids_of(rng, 1, before + new), "before": before}
+        asked = {"do": "cached", "ids": ids_of(rng, 1, before + new, vocab), "before": before}
         found.append(Point(f"cached {new}", asked, 1, new, chunk_work(before, new)))
     for b in args.batches:
         steps = STEPS.get(b, 8)
-        asked = {"do": "decode", "ids": ids_of(rng, b, CONTEXT), "steps": steps}
+        asked = {"do": "decode", "ids": ids_of(rng, b, CONTEXT, vocab), "steps": steps}
         found.append(Point(f"decode {b}", asked, steps, b * steps, decode_work(b, CONTEXT + steps // 2)))
     return found
 
@@ -206,9 +214,9 @@ def better(a: Limits, b: Limits) -> Limits:
 
 def rows(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One for each point: tokens per second of everybody, ratios, the share of the limit that ours attains."""
-    found = []
+    found, scale = [], args.layers / LAYERS
     for point in points_of(args):
-        limits = [point.least.seconds(limit) * point.passes for limit in seen[point.name]]
+        limits = [point.least.seconds(limit) * point.passes * scale for limit in seen[point.name]]
         ours = figures["kvmesh"]
         found.append(
             {
@@ -240,7 +248,7 @@ def report(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) ->
     limits = median_of(seen)
     names = list(figures)
     print(
-        f"Qwen3-0.6B's shape, bfloat16, {args.threads} threads, median of {args.rounds} rounds; tokens per second\n"
+        f"Qwen3-0.6B's shape, {args.layers} layers, bfloat16, {args.threads} threads, median of {args.rounds} rounds; tokens per second\n"
         f"limits: read {limits.read_bytes_s / 1e9:.1f} GB/s, bfloat16 {limits.bf16_flops / 1e12:.2f} TFLOP/s"
     )
     others = [name for name in names if name != "kvmesh"]
@@ -268,6 +276,7 @@ def as_json(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) -
     limits = median_of(seen)
     return {
         "threads": args.threads,
+        "layers": args.layers,
         "rounds": args.rounds,
         "limits": {"read_bytes_s": limits.read_bytes_s, "bf16_flops": limits.bf16_flops},
         "points": rows(figures, seen, args),

@@ -176,15 +176,16 @@ class EndpointPicker:
         bounds = ModelBounds(facts.block_tokens, facts.max_context_tokens, facts.vocab_size)
         namespace = facts.namespace(ANYBODY, generation.cache_salt)
         cost = tokenize_cost(generation.prompts)
-        begin = functools.partial(reader.begin, generation, bounds, datetime.datetime.now)
+        begin = functools.partial(reader.begin, generation, namespace, bounds, datetime.datetime.now)
         # What is known needs no thread: a wake-up costs as much as looking it up.
         begun = begin() if cost <= _SMALL_WORK_BYTES else await self._work(cost, begin)
         if begun is None:
             return None
         finish = functools.partial(reader.finish, begun, namespace, bounds)
-        found = finish() if begun.new_chars <= _HERE_CHARS else await self._work(cost, finish)
-        _KNOWN.inc(max(0, sum(map(_size, generation.prompts)) - begun.new_chars))
-        _NEW.inc(begun.new_chars)
+        new_chars = sum(one.new_chars for one in begun)
+        found = finish() if new_chars <= _HERE_CHARS else await self._work(cost, finish)
+        _KNOWN.inc(max(0, sum(map(_size, generation.prompts)) - new_chars))
+        _NEW.inc(new_chars)
         names.PICKER_TOKENIZE.observe(time.perf_counter() - start)
         return found
 

@@ -7,12 +7,12 @@ know, a prompt that is too long) is an error of its own, so here such a body has
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvmesh.errors import ContextTooLong, InvalidRequest
-from kvmesh.kvcache.keys import TOKEN_BYTES, Namespace, pack_tokens
+from kvmesh.kvcache.keys import Namespace, pack_tokens
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.generation import Generation, Prompt
 from kvmesh.services.gateway.rest import serving_headers
@@ -22,7 +22,7 @@ from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates, 
 from kvmesh.services.gateway.text.encoded_texts import EncodedTexts
 from kvmesh.services.gateway.text.prepare import ModelBounds
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
-from kvmesh.services.picker.key_chains import KeyChains
+from kvmesh.services.picker.known_prompts import KnownPrompts, Piece, PromptStep, in_pieces
 
 # What is read of a body: the prompt, what a template is given, and how the request is to be served.
 _PROMPT_FIELDS = frozenset(("model", "prompt", "messages", "tools", "tool_choice", "chat_template_kwargs"))
@@ -62,68 +62,82 @@ def read_generation(
         return None
 
 
-class RenderedPrompts(NamedTuple):
-    """Prompts as texts, or packed ids. `new_chars` would be tokenized now: the others are known."""
+@dataclass(frozen=True, slots=True)
+class PromptInPieces:
+    """Is a prompt as pieces of its text or of its packed ids, and what is known of the first ones. `chat` is the chat
+    that it is of. A text that may not be taken apart is `whole`, and has no pieces yet."""
 
-    prompts: list[Rendered | str | bytes]
-    new_chars: int
+    pieces: list[Piece]
+    chat: Rendered | None = None
+    whole: str = ""
+    known: Sequence[PromptStep] = ()
+
+    @property
+    def new_chars(self) -> int:
+        """How many characters are not known there."""
+        return len(self.whole) + sum(len(one) for one in self.pieces[len(self.known) :] if isinstance(one, str))
 
 
 class PromptReader:
-    """Tokenizer, chat template and known texts of one model. `cache_bytes` is for the texts and for the keys, each."""
+    """Tokenizer, chat template and known prompts of one model. `cache_bytes` is for the texts and for what prompts are
+    after each piece, each."""
 
     def __init__(self, tokenizer: Tokenizer, *, special_prompts: bool, cache_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._special_prompts = special_prompts
         self._chats = ChatEncoder(tokenizer, ChatTemplates(tokenizer.templates, tokenizer.named_tokens))
         self.texts = EncodedTexts(tokenizer, cache_bytes)
-        self._chains = KeyChains(cache_bytes)
+        self._prompts = KnownPrompts(self.texts, cache_bytes)
         self._before, self._behind = self._added()
 
     def begin(
-        self, generation: Generation, bounds: ModelBounds, now: Callable[[], datetime.datetime]
-    ) -> RenderedPrompts | None:
-        """Returns the prompts as texts; None for what the model cannot take."""
+        self,
+        generation: Generation,
+        namespace: Namespace,
+        bounds: ModelBounds,
+        now: Callable[[], datetime.datetime],
+    ) -> list[PromptInPieces] | None:
+        """Returns the prompts, with what is known of them; None for what the model cannot take."""
         try:
-            found = [self._rendered(prompt, bounds, now) for prompt in generation.prompts]
+            found = [self._in_pieces(prompt, bounds, now) for prompt in generation.prompts]
         except InvalidRequest:
             return None
-        return RenderedPrompts(found, sum(map(self._new_in, found)))
+        size = bounds.block_tokens
+        return [replace(one, known=self._prompts.begin(namespace, size, one.pieces)) for one in found]
 
-    def finish(self, begun: RenderedPrompts, namespace: Namespace, bounds: ModelBounds) -> KeyedPrompt | None:
+    def finish(self, begun: Sequence[PromptInPieces], namespace: Namespace, bounds: ModelBounds) -> KeyedPrompt | None:
         """Returns tokens and keys; None for what the model cannot take."""
-        packed = [self._packed(one) for one in begun.prompts]
-        tokens = [len(one) // TOKEN_BYTES for one in packed]
+        steps = [self._steps(one, namespace, bounds.block_tokens) for one in begun]
+        tokens = [some[-1].tokens if some else 0 for some in steps]
         if not all(tokens) or max(tokens) >= bounds.max_context_tokens:
             return None
-        return KeyedPrompt(sum(tokens), self._chains.keys(namespace, packed[0], bounds.block_tokens))
+        return KeyedPrompt(sum(tokens), b"".join(step.keys for step in steps[0]))
 
-    def _rendered(
-        self, prompt: Prompt, bounds: ModelBounds, now: Callable[[], datetime.datetime]
-    ) -> Rendered | str | bytes:
+    def _in_pieces(self, prompt: Prompt, bounds: ModelBounds, now: Callable[[], datetime.datetime]) -> PromptInPieces:
         if isinstance(prompt, list):
             if max(prompt) >= bounds.vocab_size:
                 raise InvalidRequest.of("prompt", max(prompt), "token id outside the vocabulary")
-            return pack_tokens(prompt)
-        found = self._chats.render(prompt, now) if isinstance(prompt, Chat) else str(prompt)
-        size = len(found if isinstance(found, str) else found.text)
-        if size > bounds.max_context_tokens * self._tokenizer.longest:  # it would not fit, so it is not tokenized
-            raise ContextTooLong(f"{size} characters", field="prompt")
-        return found
+            return PromptInPieces(in_pieces(pack_tokens(prompt)))
+        chat = self._chats.render(prompt, now) if isinstance(prompt, Chat) else None
+        text = str(prompt) if chat is None else chat.text
+        if len(text) > bounds.max_context_tokens * self._tokenizer.longest:  # it would not fit: it is not tokenized
+            raise ContextTooLong(f"{len(text)} characters", field="prompt")
+        if not (self._special_prompts if chat is None else chat.plain):
+            return PromptInPieces([], chat, whole=text)
+        pieces: list[Piece] = [*self.texts.cut(text)]
+        return PromptInPieces(pieces, chat) if chat else PromptInPieces([self._before, *pieces, self._behind])
 
-    def _new_in(self, prompt: Rendered | str | bytes) -> int:
-        if isinstance(prompt, bytes):
-            return 0
-        return self.texts.new_in(prompt if isinstance(prompt, str) else prompt.text)
-
-    def _packed(self, prompt: Rendered | str | bytes) -> bytes:
-        if isinstance(prompt, bytes):
-            return prompt
-        if isinstance(prompt, Rendered):
-            return self._chats.encode_packed(prompt, self.texts)
-        if not self._special_prompts:
-            return pack_tokens(self._tokenizer.encode_as_text(prompt, add_special_tokens=True))
-        return self._before + self.texts.encode(prompt).packed + self._behind
+    def _steps(self, begun: PromptInPieces, namespace: Namespace, block_tokens: int) -> list[PromptStep]:
+        steps = self._prompts.finish(namespace, block_tokens, begun.pieces, begun.known)
+        if not begun.whole and (begun.chat is None or self._chats.is_plain(begun.chat, steps[-1].special)):
+            return steps
+        if begun.chat is not None:
+            ids = self._chats.encode(begun.chat)
+        else:
+            ids = self._tokenizer.encode_as_text(begun.whole, add_special_tokens=True)
+        pieces = in_pieces(pack_tokens(ids))
+        known = self._prompts.begin(namespace, block_tokens, pieces)
+        return self._prompts.finish(namespace, block_tokens, pieces, known)
 
     def _added(self) -> tuple[bytes, bytes]:
         """Returns the packed special tokens that the tokenizer writes before and behind a text."""

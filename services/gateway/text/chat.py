@@ -24,8 +24,6 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvmesh.errors import InvalidRequest
-from kvmesh.kvcache.keys import pack_tokens
-from kvmesh.services.gateway.text.encoded_texts import EncodedTexts
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 
 
@@ -277,8 +275,7 @@ class ChatEncoder:
         tokenizer = self._tokenizer
         if rendered.plain:
             ids = tokenizer.encode(rendered.text, add_special_tokens=False)
-            own = self._special.findall(rendered.text) if self._special else []
-            if tokenizer.count_special(ids) <= len(own):
+            if self.is_plain(rendered, tokenizer.count_special(ids)):
                 return ids
             # A special token that the tokenizer finds only after it has normalized the text: of a message, that is.
         ids = []
@@ -290,14 +287,10 @@ class ChatEncoder:
             at = found.end()
         return ids + self._text(text[at:], rendered)
 
-    def encode_packed(self, rendered: Rendered, texts: EncodedTexts) -> bytes:
-        """Token ids of what `render` gave, packed; what `texts` knows is not tokenized again."""
-        if rendered.plain:
-            found = texts.encode(rendered.text)
-            own = self._special.findall(rendered.text) if self._special else []
-            if found.special <= len(own):
-                return found.packed
-        return pack_tokens(self.encode(rendered))
+    def is_plain(self, rendered: Rendered, special: int) -> bool:
+        """Whether a chat's text may be tokenized as it is: it has then `special` special tokens, and they are all the
+        template's."""
+        return rendered.plain and special <= len(self._special.findall(rendered.text) if self._special else [])
 
     def _text(self, text: str, rendered: Rendered) -> list[int]:
         text = text.translate(rendered.unmark)

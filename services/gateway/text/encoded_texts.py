@@ -14,6 +14,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -50,38 +51,30 @@ class EncodedTexts:
         self.divides = divides(tokenizer.inner)
         self.held_bytes = 0
 
-    def encode(self, text: str) -> EncodedText:
-        """Returns the ids of `text`, without the special tokens that a tokenizer adds around a text."""
-        pieces = self._cut(text) if self.divides else [text]
+    def encode_pieces(self, pieces: Sequence[str]) -> list[EncodedText]:
+        """Returns the ids of each of the pieces that `cut` gives; joined they are the whole text's, without the special
+        tokens that a tokenizer adds around it."""
         with self._lock:
             found = [self._take(piece) for piece in pieces]
         missing = list(dict.fromkeys(piece for piece, one in zip(pieces, found, strict=True) if one is None))
-        if missing:
-            made = dict(zip(missing, map(self._entry, self._tokenizer.encode_all(missing)), strict=True))
+        made = dict(zip(missing, map(self._entry, self._tokenizer.encode_all(missing)), strict=True)) if missing else {}
+        if made:
             with self._lock:
                 for piece, entry in made.items():
                     self._put(piece, entry)
-            found = [made[piece] if one is None else one for piece, one in zip(pieces, found, strict=True)]
-        whole = [one for one in found if one is not None]
-        return EncodedText(b"".join(one.packed for one in whole), sum(one.special for one in whole))
+        return [made[piece] if one is None else one for piece, one in zip(pieces, found, strict=True)]
 
-    def new_in(self, text: str) -> int:
-        """Returns how many characters of `text` would be tokenized now."""
-        pieces = self._cut(text) if self.divides else [text]
-        with self._lock:
-            return sum(len(piece) for piece in pieces if piece not in self._pieces)
-
-    def _entry(self, ids: list[int]) -> EncodedText:
-        return EncodedText(pack_tokens(ids), self._tokenizer.count_special(ids))
-
-    @staticmethod
-    def _cut(text: str) -> list[str]:
+    def cut(self, text: str) -> list[str]:
+        """Returns the pieces of a text: two texts of one beginning have their first pieces in common."""
         pieces, at = [], 0
-        while (found := _CUT.search(text, at + PIECE_CHARS)) is not None:
+        while self.divides and (found := _CUT.search(text, at + PIECE_CHARS)) is not None:
             pieces.append(text[at : found.start()])
             at = found.start()
         pieces.append(text[at:])
         return pieces
+
+    def _entry(self, ids: list[int]) -> EncodedText:
+        return EncodedText(pack_tokens(ids), self._tokenizer.count_special(ids))
 
     def _take(self, piece: str) -> EncodedText | None:
         found = self._pieces.get(piece)

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from kvmesh.kvcache.keys import Namespace, chain, pack_tokens
+from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.services.gateway.text.encoded_texts import PIECE_CHARS, EncodedTexts, divides
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
-from kvmesh.services.picker.key_chains import KeyChains
 from tests.support.paths import ROOT
 
 DEMO = Tokenizer.load(ROOT / "examples" / "demo-model")
@@ -34,20 +33,19 @@ def test_pieces_join_to_the_whole(parts: list[str], times: int) -> None:
     texts = EncodedTexts(DEMO, 1 << 20)
     whole = DEMO.encode(text, add_special_tokens=False)
     for _ in range(2):  # tokenized, then known
-        found = texts.encode(text)
-        assert found.packed == pack_tokens(whole)
-        assert found.special == DEMO.count_special(whole)
-    assert texts.new_in(text) == 0
+        found = texts.encode_pieces(texts.cut(text))
+        assert b"".join(one.packed for one in found) == pack_tokens(whole)
+        assert sum(one.special for one in found) == DEMO.count_special(whole)
 
 
-def test_a_common_beginning_is_tokenized_once() -> None:
+def test_texts_of_one_beginning_have_pieces_in_common() -> None:
     rng = random.Random(1)
     begin = " ".join("".join(rng.choices("abcdef", k=5)) for _ in range(2000))
     texts = EncodedTexts(DEMO, 1 << 22)
     assert texts.divides
-    texts.encode(begin + " one end")
-    assert texts.new_in(begin + " and quite another") <= PIECE_CHARS + 64
-    assert texts.new_in(begin[::-1]) == len(begin)
+    known = set(texts.cut(begin + " one end"))
+    assert sum(len(one) for one in texts.cut(begin + " and quite another") if one not in known) <= PIECE_CHARS + 64
+    assert not known & set(texts.cut(begin[::-1]))
 
 
 def test_memory_is_bounded_and_threads_agree() -> None:
@@ -58,7 +56,8 @@ def test_memory_is_bounded_and_threads_agree() -> None:
 
     def work() -> None:
         for body in bodies:
-            if texts.encode(body).packed != pack_tokens(DEMO.encode(body, add_special_tokens=False)):
+            found = b"".join(one.packed for one in texts.encode_pieces(texts.cut(body)))
+            if found != pack_tokens(DEMO.encode(body, add_special_tokens=False)):
                 wrong.append(body)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -107,14 +106,3 @@ def _made(cutter: object, normalizer: object = None, **added: bool) -> tokenizer
 )
 def test_only_what_cuts_at_words_is_divided(made: tokenizers.Tokenizer, expected: bool) -> None:
     assert divides(made) is expected
-
-
-@given(st.integers(0, 700), st.integers(1, 40), st.sampled_from([1, 16, 64]))
-def test_known_stretches_give_the_same_keys(tokens: int, changed: int, block: int) -> None:
-    space = Namespace(fingerprint="external-x", kv_dtype="float16")
-    ids = [(n * 7919) % 1000 for n in range(tokens)]
-    chains = KeyChains(1 << 20)
-    for some in (ids, ids, ids[: tokens // 2] + [changed] * (tokens - tokens // 2)):
-        assert chains.keys(space, pack_tokens(some), block) == chain(space, some, block)
-    small = KeyChains(2000)
-    assert small.keys(space, pack_tokens(ids), block) == chain(space, ids, block)
