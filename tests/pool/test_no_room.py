@@ -27,10 +27,10 @@ async def test_puts_without_room_wait_bounded_and_do_not_spin(monkeypatch: pytes
         return room(self, *args)
 
     monkeypatch.setattr(PoolPartitions, "room", counted)
-    async with pool_and_caller() as caller:
+    async with pool_and_caller(store_lease_ms=120_000) as caller:
         full = keys_of(*range(3))
         await caller.put(full, [1 << 20] * 3)
-        lease = await caller.lease(full)
+        lease = await caller.lease(full, lease_ms=120_000)  # a busy machine may take long for so many puts
         assert lease.held == b"\1\1\1"
         looks = 0
         ends = await asyncio.gather(
