@@ -248,7 +248,8 @@ def report(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) ->
     limits = median_of(seen)
     names = list(figures)
     print(
-        f"Qwen3-0.6B's shape, {args.layers} layers, bfloat16, {args.threads} threads, median of {args.rounds} rounds; tokens per second\n"
+        f"Qwen3-0.6B's shape, {args.layers} layers, bfloat16, {args.threads} threads, "
+        f"median of {args.rounds} rounds; tokens per second\n"
         f"limits: read {limits.read_bytes_s / 1e9:.1f} GB/s, bfloat16 {limits.bf16_flops / 1e12:.2f} TFLOP/s"
     )
     others = [name for name in names if name != "kvmesh"]

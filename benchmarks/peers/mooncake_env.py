@@ -52,6 +52,16 @@ def ready() -> tuple[str, dict[str, str], str]:
     return str(python), env, version
 
 
+def alone() -> Path:
+    """Returns a folder to import Mooncake from that has nothing else in it; after `ready`."""
+    folder = cache() / "alone"
+    if not (folder / "mooncake").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (found,) = (cache() / "venv" / "lib").glob("python3*/site-packages/mooncake")
+        (folder / "mooncake").symlink_to(found)
+    return folder
+
+
 def _verbs() -> Path | None:
     """The folder with libibverbs.so.1, or None where the system has it."""
     try:

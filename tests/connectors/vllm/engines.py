@@ -57,9 +57,18 @@ class EngineProcess:
     """Is one vLLM engine in a process of its own (its engine core and worker are threads of it, which saves a minute
     of imports). `log` has what it printed."""
 
-    def __init__(self, model: Path, transfer: dict[str, Any], log: Path, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict[str, Any],
+        log: Path,
+        env: dict[str, str] | None = None,
+        driver: Path | None = None,
+        **options: Any,
+    ) -> None:
         env = {
             **os.environ,
+            **(env or {}),
             "PYTHONPATH": str(ROOT),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -70,7 +79,7 @@ class EngineProcess:
         self.log = log
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._process = subprocess.Popen(
-            [python_of_vllm(), str(HERE / "engine_driver.py"), str(model), *words],
+            [python_of_vllm(), str(driver or HERE / "engine_driver.py"), str(model), *words],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
