@@ -4,6 +4,8 @@
                                              │ deadline, abort, error       │                 only if all landed, and
                                              └──────────────────────────────┘                 the load still waits
 
+One engine has never all threads, as it may freeze: a round of another one finds a thread free.
+
 A prefill engine writes into staging alone, and only into a window; a page is written by this process's own copy, after
 the fence. So a load can be over at its deadline whatever the writer does: what comes late lands in staging that no copy
 reads any more, or behind the fence and not at all. A staging is used again only after its fence.
@@ -14,7 +16,7 @@ Pure: time is an argument, and the caller locks.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -41,8 +43,8 @@ class _Arrival:
     waiting: int = 0  # rounds that nobody has taken
     running: int = 0  # rounds that are not ENDED
     copying: int = 0
+    asked: bool = False  # a round was taken
     broken: bool = False  # a round failed: what comes after its blocks is of no use
-    late: bool = False
     cancelled: bool = False
 
 
@@ -68,8 +70,8 @@ class PushRound:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPages:
-    """Tells which loads are over, and which of their pages have no content; `late`: those that ran out of time, `ms`:
-    how long each took."""
+    """Tells which loads are over, and which of their pages have no content; `late`: those whose engine was asked and
+    ran out of time, `ms`: how long each took."""
 
     orders: tuple[ReceiveOrder, ...] = ()
     failed_pages: frozenset[int] = frozenset()
@@ -80,12 +82,14 @@ class ReceivedPages:
 class PageArrivals:
     """Keeps the loads of one worker that come by pushes."""
 
-    def __init__(self, timeout_s: float, blocks: int) -> None:
-        """`blocks` is how many of them fit into one staging."""
+    def __init__(self, timeout_s: float, blocks: int, threads: int) -> None:
+        """`threads` take rounds, each with a staging for `blocks` blocks."""
         self._timeout_s = timeout_s
         self._blocks = blocks
+        self._most = max(threads - 1, 1)  # rounds of one engine at once
+        self._busy: Counter[str] = Counter()  # engine → rounds that have a staging
         self._arrivals: dict[str, _Arrival] = {}
-        self._rounds: deque[tuple[_Arrival, int, tuple[int, ...]]] = deque()
+        self._rounds: list[tuple[_Arrival, int, tuple[int, ...]]] = []  # that wait for a thread
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -103,13 +107,16 @@ class PageArrivals:
     def take(self, now: float) -> PushRound | None:
         """Returns the next round, for a staging that is free; its epoch is used by no other. The caller opens the
         window, has the writer asked, and must tell `answered` and `fenced` of it, however it went."""
-        while self._rounds:
-            arrival, first, pages = self._rounds.popleft()
-            arrival.waiting -= 1
-            if self._is_over(arrival) or arrival.broken or now >= arrival.deadline:
+        for at, (arrival, first, pages) in enumerate(self._rounds):
+            engine = arrival.order.source.engine_id
+            if self._is_over(arrival) or arrival.broken or now >= arrival.deadline or self._busy[engine] >= self._most:
                 continue
-            self._epoch += 1
+            del self._rounds[at]
+            arrival.waiting -= 1
             arrival.running += 1
+            arrival.asked = True
+            self._busy[engine] += 1
+            self._epoch += 1
             return PushRound(arrival, self._epoch, first, pages)
         return None
 
@@ -130,19 +137,24 @@ class PageArrivals:
             round_.state = RoundState.COPYING
             arrival.copying += 1
             return True
-        round_.state = RoundState.ENDED
-        arrival.running -= 1
+        self._end(round_)
         return False
 
     def copied(self, round_: PushRound) -> None:
         """Tells that the pages of a round have their content."""
         assert round_.state is RoundState.COPYING
-        round_.state = RoundState.ENDED
-        arrival = round_.arrival
-        arrival.running -= 1
-        arrival.copying -= 1
+        self._end(round_)
+        round_.arrival.copying -= 1
         for page in round_.pages:
-            del arrival.missing[page]
+            del round_.arrival.missing[page]
+
+    def _end(self, round_: PushRound) -> None:
+        round_.state = RoundState.ENDED
+        round_.arrival.running -= 1
+        engine = round_.order.source.engine_id
+        self._busy[engine] -= 1
+        if not self._busy[engine]:
+            del self._busy[engine]
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Gives up loads whose requests have been aborted."""
@@ -166,15 +178,17 @@ class PageArrivals:
         if not over:
             return ReceivedPages()
         failed: set[int] = set()
+        late: set[str] = set()
         for one in over:
             del self._arrivals[one.order.request_id]
-            one.late |= now >= one.deadline and bool(one.missing) and not one.cancelled
             failed.update(one.missing)
-        self._rounds = deque(each for each in self._rounds if not self._is_over(each[0]))
+            if now >= one.deadline and one.missing and one.asked and not one.cancelled:
+                late.add(one.order.request_id)
+        self._rounds = [each for each in self._rounds if not self._is_over(each[0])]
         return ReceivedPages(
             tuple(one.order for one in over),
             frozenset(failed),
-            frozenset(one.order.request_id for one in over if one.late),
+            frozenset(late),
             tuple(int((now - one.begun) * 1000) for one in over),
         )
 

@@ -65,7 +65,9 @@ class ConnectorConfig:
     push_staging_mb: int = field(
         default=64, metadata={"help": "Memory that pushes go through at each end, MiB: sent and received apart."}
     )
-    push_threads: int = field(default=2, metadata={"help": "Threads that push, and as many that receive."})
+    push_threads: int = field(
+        default=3, metadata={"help": "Threads that push, and as many that receive; one engine has never all of them."}
+    )
     hold_ms: int = field(
         default=60_000, metadata={"help": "Pages of a prompt that nobody has asked for by then are given back."}
     )

@@ -54,7 +54,7 @@ class PageReceiver:
         self._counts = counts
         stagings = [PushStaging(engine, self._pages.block_bytes, config) for _ in range(config.push_threads)]
         self._descriptor = engine.local_descriptor().encode()
-        self._arrivals = PageArrivals(config.push_timeout_ms / 1000, stagings[0].blocks)
+        self._arrivals = PageArrivals(config.push_timeout_ms / 1000, stagings[0].blocks, len(stagings))
         self._changed = threading.Condition(threading.Lock())  # of `_arrivals` and `_calls`
         self._calls: dict[PushRound, concurrent.futures.Future[None]] = {}
         self._closed = False

@@ -41,6 +41,8 @@ CONFIG = {
         "pool": False,
         "push": True,
         "push_timeout_ms": 1_500,
+        "push_staging_mb": 1,  # eight blocks a window, so that a prompt has two
+        "push_threads": 1,
         "hold_ms": 3_000,
         "pause_ms": 0,
         "model_identity": "demo",
@@ -53,7 +55,6 @@ OPTIONS = {
     "block-size": str(BLOCK_TOKENS),
     "num-gpu-blocks-override": str(BLOCKS),
     "served-model-name": "m",
-    "kv-transfer-config": json.dumps(CONFIG),
 }
 
 
@@ -65,7 +66,7 @@ def prompt(seed: int, tokens: int = 330) -> list[int]:
 class VllmServer:
     """Is a process that serves completions, with all its children."""
 
-    def __init__(self, argv: list[str], log: Path) -> None:
+    def __init__(self, argv: list[str], log: Path, **more: str) -> None:
         self.log = log
         self.url = f"http://127.0.0.1:{argv[argv.index('--port') + 1]}"
         env = {
@@ -76,6 +77,7 @@ class VllmServer:
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **more,
         }
         with log.open("w") as out:
             self._process = subprocess.Popen(argv, env=env, stdout=out, stderr=subprocess.STDOUT)
@@ -145,7 +147,9 @@ def servers(model: Path, folder: Path) -> Iterator[tuple[VllmServer, VllmServer,
             argv += ["--host", "127.0.0.1", "--port", str(free_port()), "--enforce-eager"]
             argv += ["--enable-prompt-tokens-details"]
             argv += [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-            made.append(VllmServer(argv, folder / f"vllm-{at}.log"))
+            module = {} if at else {"kv_connector_module_path": "tests.connectors.vllm.striking_connector"}
+            argv += ["--kv-transfer-config", json.dumps(CONFIG | module)]
+            made.append(VllmServer(argv, folder / f"vllm-{at}.log", STRIKE_FILE=str(folder / "strike")))
         script = str(ROOT / "examples" / "prefill_decode_proxy.py")
         urls = ["--prefill", made[0].url, "--decode", made[1].url, "--port", str(free_port())]
         made.append(VllmServer([sys.executable, script, *urls], folder / "proxy.log"))
@@ -187,6 +191,14 @@ def test_a_prefill_vllm_pushes_to_a_decode_vllm(tmp_path: Path) -> None:
         found, told = b.complete(stuck, transfer=params)
         a.thaw()
         assert found == alone and told["seconds"] < SLOW_S
+        cut = prompt(30)  # it freezes itself in the middle of the second window
+        alone, _ = a.complete(cut)
+        params = a.prefill(cut)
+        strike = tmp_path / "strike"
+        strike.touch()
+        found, told = b.complete(cut, transfer=params)
+        a.thaw()
+        assert found == alone and told["seconds"] < SLOW_S and not strike.exists()
         again = prompt(10)
         tokens_taken = taken(b) + len(again)
         found, _ = b.complete(again, transfer=a.prefill(again))

@@ -19,14 +19,14 @@ from kvmesh.errors import HandoffLost, InvalidRequest, KvmeshError, PermissionDe
 
 HOLD_S, TIMEOUT_S = 10.0, 4.0
 TICKET = b"t" * 16
-STAGINGS = 2
+STAGINGS = 3
 HOW = [(whole, again) for whole in (True, False) for again in (True, False)]  # bytes of a push arrive
 MOST = 4_000  # walks after which a broken machine must have been found
 
 
 def source(name: str, blocks: int) -> RemotePrefill:
     return RemotePrefill(
-        engine_id="p",
+        engine_id=f"p{int(name[1:]) % 2}",
         request_id=name,
         ticket=TICKET.hex(),
         tokens=blocks * 4,
@@ -69,7 +69,7 @@ class World:
     def __init__(self, held: type[HeldPages] = HeldPages, arrivals: type[PageArrivals] = PageArrivals) -> None:
         self.now, self.count = 0.0, 0
         self.prefill = held(HOLD_S)
-        self.decode = arrivals(TIMEOUT_S, blocks=2)
+        self.decode = arrivals(TIMEOUT_S, blocks=2, threads=STAGINGS)
         self.owner: dict[int, str | None] = dict.fromkeys(range(6))  # of prefill's pages
         self.own_pages: dict[str, tuple[int, ...]] = {}
         self.until: dict[str, float] = {}
@@ -173,6 +173,8 @@ class World:
             assert round_.epoch not in self.fenced and round_.epoch not in self.windows, "an epoch came twice"
             self.stagings[at].round = round_
             self.windows[round_.epoch] = at
+            engines = [one.round.order.source.engine_id for one in self.stagings if one.round is not None]
+            assert engines.count(round_.order.source.engine_id) < STAGINGS, "one engine has all threads"
 
     def a_call_ends_in_an_error(self, at: int) -> None:
         self.decode.answered(self.round_at(at), False)
@@ -282,6 +284,11 @@ class UsesAnEpochTwice(PageArrivals):
         return super().take(now)
 
 
+class LendsAllThreads(PageArrivals):
+    def __init__(self, timeout_s: float, blocks: int, threads: int) -> None:
+        super().__init__(timeout_s, blocks, threads + 1)
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -293,6 +300,7 @@ class UsesAnEpochTwice(PageArrivals):
         (WaitsForItsWriter, "beyond its time"),
         (TrustsBeforeTheFence, "out of an open window"),
         (UsesAnEpochTwice, "came twice"),
+        (LendsAllThreads, "one engine has all threads"),
     ],
 )
 def test_a_broken_machine_is_found(broken: Any, message: str) -> None:
@@ -325,8 +333,9 @@ class LeakyFence(World):
 
 def late_push(world: World) -> None:
     """Two prompts go through one staging, and bytes of the first come once more when the second has landed."""
-    for name in ("r1", "r2"):
+    for _ in range(2):
         world.computes(1)
+    for name in ("r1", "r2"):
         world.waits_for_a_prompt(name)
     world.a_thread_is_free(0)
     world.begins_to_push(0)
@@ -383,11 +392,20 @@ def test_a_prompt_that_ended_is_known_and_one_that_was_never_held_is_not() -> No
 
 
 def test_what_comes_after_a_lost_block_is_not_asked_for() -> None:
-    arrivals = PageArrivals(TIMEOUT_S, blocks=1)
-    arrivals.order(ReceiveOrder("d", source("r", 3), 0, (1, 2, 3)), 0.0)
+    arrivals = PageArrivals(TIMEOUT_S, blocks=1, threads=1)
+    arrivals.order(ReceiveOrder("d", source("r1", 3), 0, (1, 2, 3)), 0.0)
     first = arrivals.take(0.0)
     assert first is not None and first.first == 0
     arrivals.answered(first, False)
     assert not arrivals.fenced(first) and arrivals.take(0.0) is None
     over = arrivals.poll(0.0)
     assert over.failed_pages == {1, 2, 3} and not over.late and len(arrivals) == 0
+
+
+def test_an_engine_that_was_never_asked_is_not_late() -> None:
+    arrivals = PageArrivals(TIMEOUT_S, blocks=1, threads=1)
+    for name, page in (("1", 1), ("2", 2)):
+        arrivals.order(ReceiveOrder(f"d{name}", source(f"r{name}", 1), 0, (page,)), 0.0)
+    assert arrivals.take(0.0) is not None
+    over = arrivals.poll(TIMEOUT_S)
+    assert over.failed_pages == {1, 2} and over.late == {"d1"}
