@@ -129,7 +129,7 @@ class KvmeshConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a save that is skipped is a miss later, and nothing else
+        return False  # a save that is skipped is a miss later, a prompt that is not handed over is computed by decode
 
     def shutdown(self) -> None:
         """Ends everything within a bounded time. vLLM may call it while the interpreter ends."""
@@ -379,7 +379,8 @@ class KvmeshConnector(KVConnectorBase_V1):
             computed = request.num_computed_tokens
             source = self._book.hand_over(request.request_id, request.all_token_ids, computed, block_ids, ticket)
             if source is None:
-                log.warning("KvmeshConnector: request %s: its pages are not kept (push, kv_role)", request.request_id)
+                why = "it needs push, a kv_role that produces, and KV that follows from its tokens alone"
+                log.warning("KvmeshConnector: request %s is not handed over: %s", request.request_id, why)
         self._book.finish(request.request_id)
         return source is not None, source.params() if source is not None else None
 

@@ -94,7 +94,7 @@ class PushWorker:
         return self._counts.take()
 
     def close(self) -> None:
-        """Ends everything within a bounded time. No page is written or read any more."""
+        """Ends everything within a bounded time. No page is written any more."""
         if self._receiver is not None:
             self._receiver.close()
         self._endpoint.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from kvmesh.connectors.vllm.book import HandoffOrders, HoldOrder, ReceiveOrder
 from kvmesh.connectors.vllm.mover import Pages
 from kvmesh.connectors.vllm.push_worker import PushWorker
 from kvmesh.connectors.vllm.remote import PushRank, RemotePrefill
-from kvmesh.errors import ConfigError, PermissionDenied
+from kvmesh.errors import ConfigError, InvalidRequest, PermissionDenied, ProtocolMismatch
 from kvmesh.rpc import security
 from kvmesh.rpc.authorisation import ALL_IDENTITIES, CallerRole, Identity
 from kvmesh.rpc.certificates import make_role_certificates
@@ -176,6 +177,16 @@ def test_strangers_get_one_clear_error() -> None:
             stub.Release(pb.ReleasePagesRequest(protocol_version=PROTOCOL_VERSION, prompt=pb.HeldPrompt()))
         assert "is not here any more" in from_rpc_error(caught.value).message
         assert prefill.held == 1
+
+
+def test_random_bytes_end_in_named_errors() -> None:
+    draw = random.Random(1)
+    with sender(pages(1)) as prefill, grpc.insecure_channel(prefill.place.address) as channel:
+        for method in ("Push", "Release") * 20:
+            call = channel.unary_unary(f"/kvmesh.v1.PagePush/{method}")
+            with pytest.raises(grpc.RpcError) as caught:
+                call(draw.randbytes(draw.randrange(200)), timeout=WAIT_S)
+            assert type(from_rpc_error(caught.value)) in (InvalidRequest, ProtocolMismatch)
 
 
 def test_a_staging_holds_a_block() -> None:
