@@ -62,6 +62,10 @@ class PushWorker:
         """How many prompts are held."""
         return self._sender.held if self._sender is not None else 0
 
+    def windows_of(self, engine: str) -> int:
+        """How many windows an engine may write into, or is being kept from writing into."""
+        return len(self._engine.windows.epochs(engine))
+
     def carry_out(self, orders: HandoffOrders) -> None:
         """Begins to hold prompts, and releases others. What is to be received is begun by `receive`."""
         if self._sender is not None:

@@ -56,8 +56,8 @@ def receiver(own: list[Pages], transport: str = "tcp", **more: Any) -> Iterator[
         made.close()
 
 
-def hold(worker: PushWorker, blocks: tuple[int, ...] = ALL) -> None:
-    worker.carry_out(HandoffOrders(holds=(HoldOrder("r", TICKET, blocks),)))
+def hold(worker: PushWorker, blocks: tuple[int, ...] = ALL, name: str = "r") -> None:
+    worker.carry_out(HandoffOrders(holds=(HoldOrder(name, TICKET, blocks),)))
 
 
 def until(found: Callable[[], Any]) -> Any:
@@ -94,6 +94,7 @@ def test_what_one_holds_another_receives(transport: str) -> None:
         hold(prefill)
         over = take(decode, source(prefill.place), targets, first=2)
         assert not over.failed_pages and not over.late
+        assert until(lambda: decode.windows_of(prefill.place.engine) == 0)
         for layer in range(LAYERS):
             assert np.array_equal(theirs[layer][list(targets)], mine[layer][2 : BLOCKS - 4])
             assert np.array_equal(theirs[layer][:6], before[layer][:6])
@@ -127,8 +128,9 @@ def test_a_load_that_is_aborted_is_over_at_once() -> None:
         decode.receive(ReceiveOrder("d", source(prefill.place), 0, (7,)))
         decode.cancel({"d"})
         assert received(decode).failed_pages == {7}
-        hold(prefill, (3,))  # the thread is free again
-        assert not take(decode, source(prefill.place, request_id="r"), (8,)).failed_pages
+        assert until(lambda: decode.windows_of(prefill.place.engine) == 0)
+        hold(prefill, (3,), "other")  # the thread is free again
+        assert not take(decode, source(prefill.place, request_id="other"), (8,)).failed_pages
 
 
 @pytest.mark.parametrize(
@@ -250,12 +252,13 @@ def test_a_prefill_that_is_struck_in_mid_push(number: int, transport: str) -> No
     mine, theirs = pages(1), pages(2)
     with (
         PushProcess("send", number, 12, transport) as child,
-        receiver(theirs, transport, push_timeout_ms=1_500) as decode,
+        receiver(theirs, transport, push_timeout_ms=4_000) as decode,
     ):
         where = RemotePrefill.of(child.line())
         over = take(decode, where, ALL)
         assert over.failed_pages == frozenset(ALL[10:])
         assert over.late == ({"d"} if number == signal.SIGSTOP else frozenset())
+        assert until(lambda: decode.windows_of(where.ranks[0].engine) == 0)
         for layer in range(LAYERS):
             assert np.array_equal(theirs[layer][:10], mine[layer][:10])
         if number == signal.SIGKILL:
@@ -274,7 +277,7 @@ def test_a_prefill_that_is_struck_in_mid_push(number: int, transport: str) -> No
 def test_a_decode_that_is_struck_in_mid_push(number: int) -> None:
     """Prefill gives the pages back after their time, and serves the next one."""
     mine, theirs = pages(1), pages(2)
-    with sender(mine, hold_ms=3_000) as prefill:
+    with sender(mine, hold_ms=4_000) as prefill:
         where = source(prefill.place)
         with PushProcess("receive", number, 7, "tcp", json.dumps(where.params())) as child:
             child.line()  # it asks already

@@ -231,7 +231,7 @@ def walk(world: World, path: bytes) -> None:
         world.step(path[at], path[at + 1])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.binary(min_size=160, max_size=160))
 def test_every_page_has_one_writer_and_the_right_content(path: bytes) -> None:
     walk(World(), path)
