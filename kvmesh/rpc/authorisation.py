@@ -230,6 +230,7 @@ PERMISSIONS: dict[str, dict[str, Permission]] = {
     "kvmesh.v1.Traces": {"Keep": _may(_G)},
     "kvmesh.v1.Gateway": {"Generate": PUBLIC, "GetGatewayStatus": PUBLIC},
     "envoy.service.ext_proc.v3.ExternalProcessor": {"Process": _may(_G, _L)},  # a proxy is a client, or of a gateway
+    "kvmesh.v1.PagePush": {"Push": _may(_L), "Release": _may(_L)},
     "kvmesh.v1.Doctor": {"Greet": PUBLIC, "Attend": PUBLIC, "Step": PUBLIC},
     "grpc.health.v1.Health": {"Check": EVERYBODY, "Watch": EVERYBODY, "List": EVERYBODY},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Permission(_ANY)},
@@ -246,6 +247,7 @@ LISTENERS: dict[str, tuple[str, ...]] = {
     "rank host": ("RankHost", "Traces"),
     "gateway": ("Gateway",),
     "endpoint picker": ("envoy.service.ext_proc.v3.ExternalProcessor", "Traces"),
+    "vLLM worker": ("PagePush", "Traces"),
     "kvmesh doctor": ("Doctor",),
 }
 

@@ -1,7 +1,9 @@
-"""KvmeshConnector: vLLM keeps prefixes in kvmesh's Store (docs/howto/vllm-connector.md, docs/adr/0059-*.md).
+"""KvmeshConnector: vLLM keeps prefixes in kvmesh's Store, and prefill engines push prompts to decode engines
+(docs/howto/vllm-connector.md, docs/adr/0059-*.md, docs/adr/0063-*.md).
 
-    scheduler   RequestBook decides what to look up, load and save; HeldLookups asks the store master beside it
+    scheduler   RequestBook decides what to look up, load, save and hand over; HeldLookups asks the master beside it
     worker      PageMover loads into pages between steps and saves out of them, by threads of its own
+                PushWorker holds pages (HeldPages), pushes (PageSender) and receives (PageArrivals, PageReceiver)
 
 Only `connector` imports vllm; it is imported when somebody asks for the class, so all else is used and tested without.
 """

@@ -6,18 +6,26 @@ argument, and lookups and transfers are orders that somebody else carries out.
     step        blocks that are full after this step, and that the pool does not have: a save is ordered
     received    a load has ended; a request whose load failed is computed and not loaded again
 
+Between a prefill engine and a decode engine, without the pool:
+
+    hand_over   prefill: a request has ended whose pages another engine wants; they are held, and it is told where
+    match       decode: tokens that another engine keeps for this very request, if its KV is what would be computed here
+    allocated   pages are there for them: their receipt is ordered
+
 A request is in the book from `add` to `finish`, so the book is as large as vLLM's own list of requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvmesh.connectors.vllm.keys import TokenChain
+from kvmesh.connectors.vllm.remote import PageSharing, PushRank, RemotePrefill
 from kvmesh.kvcache.keys import Namespace
 
 FRESH_S = 5.0  # how long what a lookup found counts for a request that is not admitted
+MAX_SILENT = 1024  # engines that ran out of time and are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +46,50 @@ class SaveOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldOrder:
+    """Orders that the pages of a prompt stay as they are, for whoever shows the ticket."""
+
+    request_id: str
+    ticket: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOrder:
+    """Orders that blocks of a prompt, from `first_block` on, are pushed by where they are kept into these pages."""
+
+    request_id: str
+    source: RemotePrefill
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffOrders:
+    """Orders what is to be done between two engines. `releases` are prompts that are not wanted any more."""
+
+    holds: tuple[HoldOrder, ...] = ()
+    receives: tuple[ReceiveOrder, ...] = ()
+    releases: tuple[RemotePrefill, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSide:
+    """Says who this engine is to others that its pages go to or come from."""
+
+    engine_id: str
+    pages: PageSharing
+    ranks: tuple[PushRank, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
-    """Answers how many tokens can be loaded; None: ask again. `ask` are keys to look up now."""
+    """Answers how many tokens can be loaded; None: ask again. `ask` are keys to look up now. `refused` says why what
+    another engine keeps is computed here instead."""
 
     tokens: int | None
     ask: tuple[bytes, ...] = ()
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +113,9 @@ class _Tracked:
     saved: int = 0  # blocks before this one are held, or were ordered to be saved
     loading: dict[int, int] = field(default_factory=dict)  # page → block
     failed: bool = False
+    source: RemotePrefill | None = None  # who keeps the prompt's KV, until it is received or refused
+    receiving: RemotePrefill | None = None
+    checked: bool = False  # the source's KV is what would be computed here
 
 
 class RequestBook:
@@ -80,8 +130,17 @@ class RequestBook:
         save_decoded: bool = True,
         loads: bool = True,
         saves: bool = True,
+        pool: bool = True,
+        handoff: HandoffSide | None = None,
     ) -> None:
+        """`handoff` is None where nothing is handed over to other engines, or taken from them."""
         self._block_tokens = block_tokens
+        self._pool = pool
+        self._handoff = handoff
+        self._holds: list[HoldOrder] = []
+        self._receives: list[ReceiveOrder] = []
+        self._releases: list[RemotePrefill] = []
+        self._silent: dict[str, float] = {}  # engine → until when it is not asked
         self._lookup_s = lookup_s
         self._pause_s = pause_s
         self._save_decoded = save_decoded
@@ -95,17 +154,25 @@ class RequestBook:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request_id: str, namespace: Namespace, prompt_tokens: int) -> None:
-        """Adds a request whose KV follows from its tokens. One that is not added is neither loaded nor saved."""
-        self._requests[request_id] = _Tracked(TokenChain(namespace, self._block_tokens), prompt_tokens)
+    def add(
+        self, request_id: str, namespace: Namespace, prompt_tokens: int, source: RemotePrefill | None = None
+    ) -> None:
+        """Adds a request whose KV follows from its tokens. One that is not added is neither loaded nor saved. `source`
+        is who keeps its prompt's KV for it."""
+        one = _Tracked(TokenChain(namespace, self._block_tokens), prompt_tokens)
+        one.source = source
+        self._requests[request_id] = one
 
     def finish(self, request_id: str) -> None:
         """Forgets a request, however it ended."""
-        self._requests.pop(request_id, None)
+        one = self._requests.pop(request_id, None)
+        if one is not None and one.source is not None:
+            self._releases.append(one.source)
 
     def clear(self) -> None:
         """Forgets all requests: they are neither loaded nor saved any more, but for loads that are under way."""
-        self._requests.clear()
+        for request_id in list(self._requests):
+            self.finish(request_id)
 
     # ── lookups ──────────────────────────────────────────────────────────────────────────────────
 
@@ -116,8 +183,38 @@ class RequestBook:
         if one is None:
             return Match(0)
         one.local = local_tokens // self._block_tokens
+        refused = ""
+        if one.source is not None:
+            count, refused = self._match_source(one, one.source, tokens, local_tokens, now)
+            if count:
+                return Match(count)
+            self._releases.append(one.source)
+            one.source = None
+        match = self._match_pool(one, tokens, now)
+        return replace(match, refused=refused) if refused else match
+
+    def _match_source(
+        self, one: _Tracked, source: RemotePrefill, tokens: Sequence[int], local_tokens: int, now: float
+    ) -> tuple[int, str]:
+        """Returns how many tokens the source has beyond the local ones, and why none is taken."""
+        if self._handoff is None or not self._loads:
+            return 0, "this engine takes no KV from others (push, kv_role)"
+        if not one.checked:
+            if why := source.why_not(self._handoff.pages):
+                return 0, why
+            if source.tokens > one.prompt_tokens:
+                return 0, f"{source.tokens} tokens there and a prompt of {one.prompt_tokens} here"
+            if source.digest != one.chain.digest(tokens, source.tokens):
+                return 0, "tokens, adapter, cache salt, weights or configuration differ"
+            one.checked = True
+        if now < self._silent.get(source.engine_id, 0.0):
+            return 0, f"engine {source.engine_id} ran out of time a moment ago"
+        return max(source.tokens - local_tokens, 0), ""
+
+    def _match_pool(self, one: _Tracked, tokens: Sequence[int], now: float) -> Match:
         full = (len(tokens) - 1) // self._block_tokens
-        if not self._loads or one.failed or now < self._paused_until or full <= one.local:
+        reads = self._loads and self._pool
+        if not reads or one.failed or now < self._paused_until or full <= one.local:
             one.saved = max(one.saved, one.local)  # they were saved when they were computed
             return Match(0)
         if one.asked is not None:
@@ -152,6 +249,9 @@ class RequestBook:
     def allocated(self, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
         """Orders a load of `tokens` tokens, which begin where vLLM's own hit ends, into the request's pages."""
         one = self._requests.get(request_id)
+        if one is not None and one.source is not None:
+            self._receive(request_id, one, one.source, block_ids, tokens)
+            return
         count = tokens // self._block_tokens
         if one is None or not count:
             return
@@ -159,20 +259,91 @@ class RequestBook:
         one.loading = {page: one.local + at for at, page in enumerate(pages)}
         self._ordered.append(LoadOrder(request_id, pages, tuple(one.chain.keys[one.local : one.local + count])))
 
-    def received(self, request_ids: Iterable[str], failed_pages: Collection[int], late: bool, now: float) -> None:
+    def _receive(
+        self, request_id: str, one: _Tracked, source: RemotePrefill, block_ids: Sequence[int], tokens: int
+    ) -> None:
+        blocks = -(-tokens // self._block_tokens)  # the last one may be full in part
+        pages = tuple(block_ids[one.local : one.local + blocks])
+        one.source, one.receiving = None, source
+        one.loading = {page: one.local + at for at, page in enumerate(pages)}
+        self._receives.append(ReceiveOrder(request_id, source, one.local, pages))
+
+    def received(
+        self,
+        request_ids: Iterable[str],
+        failed_pages: Collection[int],
+        late: bool,
+        now: float,
+        silent: Collection[str] = (),
+    ) -> None:
         """Tells which loads have ended, and which pages have no content of theirs. `late`: a load ran out of time; then
-        nothing is looked up for a while, as the next one would, too."""
+        nothing is looked up for a while, as the next one would, too. `silent` are requests whose push did: that engine
+        is not asked for a while."""
         for request_id in request_ids:
             one = self._requests.get(request_id)
             if one is None:
                 continue
             missing = [block for page, block in one.loading.items() if page in failed_pages]
-            if missing:
+            if one.receiving is not None:
+                self._pushed(one, one.receiving, missing)
+                if request_id in silent:
+                    self._rest(one.receiving.engine_id, now)
+                one.receiving = None
+            elif missing:
                 one.failed = True
                 one.held = one.held[: min(missing)]  # from there on it is computed, and saved again
             one.loading = {}
         if late:
             self._paused_until = now + self._pause_s
+
+    def _pushed(self, one: _Tracked, source: RemotePrefill, missing: Sequence[int]) -> None:
+        """Notes that prefill, which computed what came, has saved it."""
+        came = min(missing, default=source.tokens // self._block_tokens)
+        one.saved = max(one.saved, min(came, source.tokens // self._block_tokens))
+
+    def _rest(self, engine_id: str, now: float) -> None:
+        for known in [name for name, until in self._silent.items() if until <= now]:
+            del self._silent[known]
+        if len(self._silent) < MAX_SILENT:
+            self._silent[engine_id] = now + self._pause_s
+
+    # ── between engines ──────────────────────────────────────────────────────────────────────────
+
+    def hand_over(
+        self, request_id: str, tokens: Sequence[int], computed: int, block_ids: Sequence[int], ticket: bytes
+    ) -> RemotePrefill | None:
+        """Orders that the pages of a request's prompt are held, which must not be freed before the worker says so, and
+        returns what the engine that decodes is to be told; None when there is nothing to be handed over. `ticket` is
+        random."""
+        one = self._requests.get(request_id)
+        if one is None or self._handoff is None or not self._saves:
+            return None
+        count = one.prompt_tokens
+        blocks = -(-count // self._block_tokens)
+        if computed < count or len(block_ids) < blocks:  # it was preempted: its pages are somebody else's
+            return None
+        self._holds.append(HoldOrder(request_id, ticket, tuple(block_ids[:blocks])))
+        pages = self._handoff.pages
+        return RemotePrefill(
+            engine_id=self._handoff.engine_id,
+            request_id=request_id,
+            ticket=ticket.hex(),
+            tokens=count,
+            digest=one.chain.digest(tokens, count),
+            block_tokens=pages.block_tokens,
+            layout=pages.layout,
+            ranks=self._handoff.ranks,
+        )
+
+    def drop(self, source: RemotePrefill) -> None:
+        """Orders that a prompt is released which no request here takes."""
+        self._releases.append(source)
+
+    def handoffs(self) -> HandoffOrders:
+        """Returns what is to be done between engines since the last call."""
+        orders = HandoffOrders(tuple(self._holds), tuple(self._receives), tuple(self._releases))
+        self._holds, self._receives, self._releases = [], [], []
+        return orders
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
@@ -182,7 +353,7 @@ class RequestBook:
         saves = []
         for each in scheduled:
             one = self._requests.get(each.request_id)
-            if one is None or not self._saves:
+            if one is None or not self._saves or not self._pool:
                 continue
             order = self._save(one, each)
             if order.block_ids:

@@ -51,6 +51,26 @@ class ConnectorConfig:
     part_kib: int = field(
         default=1_024, metadata={"help": "Layers of a block are stored in parts of at least so many KiB."}
     )
+    pool: bool = field(default=True, metadata={"help": "Use the Store; without it only pushes are served."})
+    push: bool = field(
+        default=False,
+        metadata={"help": "Hand prompts over between a prefill and a decode engine; each rank listens on a port."},
+    )
+    push_port: int = field(
+        default=0, metadata={"help": "Rank i listens on push_port + i of host; 0: on whichever port is free."}
+    )
+    push_timeout_ms: int = field(
+        default=5_000, metadata={"help": "What prefill has not pushed by then is computed instead."}
+    )
+    push_staging_mb: int = field(
+        default=64, metadata={"help": "Memory that pushes go through at each end, MiB: sent and received apart."}
+    )
+    push_threads: int = field(
+        default=3, metadata={"help": "Threads that push, and as many that receive; one engine has never all of them."}
+    )
+    hold_ms: int = field(
+        default=60_000, metadata={"help": "Pages of a prompt that nobody has asked for by then are given back."}
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -68,9 +88,16 @@ class ConnectorConfig:
             ("load_threads", 1, 16),
             ("save_threads", 1, 16),
             ("part_kib", 1, 1 << 20),
+            ("push_port", 0, 65_535),
+            ("push_timeout_ms", 10, 600_000),
+            ("push_staging_mb", 1, 1 << 20),
+            ("push_threads", 1, 16),
+            ("hold_ms", 100, 3_600_000),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(f"{name}={getattr(self, name)}: not in {least}..{most}", field=name)
+        if not (self.pool or self.push):
+            raise ConfigError("pool=False: without push there is nothing to do", field="pool")
         self.client()
 
     @classmethod

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,21 +23,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
 
-from kvmesh.connectors.vllm.book import LoadOrder, RequestBook, SaveOrder, Scheduled
+from kvmesh.connectors.vllm.book import HandoffOrders, HandoffSide, LoadOrder, RequestBook, SaveOrder, Scheduled
 from kvmesh.connectors.vllm.config import ConnectorConfig
 from kvmesh.connectors.vllm.identity import checkpoint_identity
 from kvmesh.connectors.vllm.keys import KvContent
 from kvmesh.connectors.vllm.lookup import HeldLookups
 from kvmesh.connectors.vllm.mover import PageMover
 from kvmesh.connectors.vllm.pages import pages_of
-from kvmesh.errors import ConfigError, KvmeshError
+from kvmesh.connectors.vllm.push_worker import PushWorker
+from kvmesh.connectors.vllm.remote import TICKET_BYTES, PageSharing, PushRank, RemotePrefill
+from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError
 from kvmesh.kvcache.keys import Namespace
 from kvmesh.rpc import security
 from kvmesh.storeclient import SyncStoreClient
 
 log = logging.getLogger("vllm.kvmesh")  # vLLM's own handlers show it
 
+COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 DRAFTS = ("ngram", "ngram_gpu", "suffix")  # speculation without KV of its own
 
 
@@ -46,26 +51,30 @@ class StepOrders(KVConnectorMetadata):
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    handoffs: HandoffOrders = field(default_factory=HandoffOrders)
 
 
 @dataclass
 class PageFacts(KVConnectorHandshakeMetadata):
-    """Is what a worker tells the scheduler of its pages: `layout` is part of every key."""
+    """Is what a worker tells the scheduler of its pages: `layout` is part of every key. `push` is where others ask this
+    rank to push."""
 
     layout: str
     parts: int
     block_bytes: int
+    push: PushRank | None = None
 
 
 @dataclass
 class LateLoads(KVConnectorWorkerMetadata):
-    """Is how many loads of this step's workers ran out of time."""
+    """Is how many loads of this step's workers ran out of time, and which requests' pushes did."""
 
     count: int
+    pushes: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, LateLoads)
-        return LateLoads(self.count + other.count)
+        return LateLoads(self.count + other.count, self.pushes | other.pushes)
 
 
 @dataclass
@@ -90,7 +99,8 @@ class PrefixTransferStats(KVConnectorStats):
 
 
 class KvmeshConnector(KVConnectorBase_V1):
-    """Keeps prefixes of vLLM in kvmesh's Store: blocks that any instance has computed are loaded by all others."""
+    """Keeps prefixes of vLLM in kvmesh's Store: blocks that any instance has computed are loaded by all others. Hands
+    prompts over from a prefill engine to a decode engine, too, where `push` is set."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError for a setting or a model that it cannot serve, naming it."""
@@ -109,6 +119,8 @@ class KvmeshConnector(KVConnectorBase_V1):
         self._mover: PageMover | None = None
         self._facts: PageFacts | None = None
         self._late = 0
+        self._late_pushes: frozenset[str] = frozenset()
+        self._pusher: PushWorker | None = None
         self._failed_pages: frozenset[int] = frozenset()
         self._content: KvContent | None = None
         self._epoch = 0
@@ -117,11 +129,11 @@ class KvmeshConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a save that is skipped is a miss later, and nothing else
+        return False  # a save that is skipped is a miss later, a prompt that is not handed over is computed by decode
 
     def shutdown(self) -> None:
         """Ends everything within a bounded time. vLLM may call it while the interpreter ends."""
-        for part in (self._lookups, self._mover, self._client):
+        for part in (self._lookups, self._mover, self._pusher, self._client):
             try:
                 if part is not None:
                     part.close()
@@ -147,7 +159,16 @@ class KvmeshConnector(KVConnectorBase_V1):
         self._client = SyncStoreClient(self._config.client())
         rank = get_tensor_model_parallel_rank()
         self._mover = PageMover(self._client, pages, rank, self._ranks, self._config)
-        self._facts = PageFacts(layout, len(self._mover.parts), self._mover.block_bytes)
+        place = None
+        if self._config.push:
+            sends = bool(self._kv_transfer_config.is_kv_producer)
+            receives = bool(self._kv_transfer_config.is_kv_consumer)
+            self._pusher = PushWorker(pages, rank, layout, self._config, sends=sends, receives=receives)
+            place = self._pusher.place
+            log.info(
+                "KvmeshConnector: rank %d pushes as %s, asked at %s", rank, place.engine, place.address or "no port"
+            )
+        self._facts = PageFacts(layout, len(self._mover.parts), self._mover.block_bytes, place)
         log.info(
             "KvmeshConnector: rank %d of %d: %d layers in %d parts, %d bytes a block of %d tokens, pages %s",
             rank,
@@ -162,10 +183,19 @@ class KvmeshConnector(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._facts
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Takes a step's orders. Prompts are held from here on, before the step computes: decode may ask already."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._pusher is not None:
+            self._pusher.carry_out(self._orders().handoffs)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._mover is not None:
             for order in self._orders().loads:
                 self._mover.load(order)
+        if self._pusher is not None:
+            for receive in self._orders().handoffs.receives:
+                self._pusher.receive(receive)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads end between steps."""
@@ -188,7 +218,16 @@ class KvmeshConnector(KVConnectorBase_V1):
             return None, None
         results = self._mover.poll()
         self._failed_pages, self._late = results.failed_pages, results.late
-        return None, set(results.request_ids) or None
+        loaded = set(results.request_ids)
+        freed: set[str] = set()
+        if self._pusher is not None:
+            self._pusher.cancel(finished_req_ids)
+            pushed = self._pusher.poll()
+            self._failed_pages |= pushed.failed_pages
+            self._late_pushes = pushed.late
+            loaded.update(order.request_id for order in pushed.orders)
+            freed = self._pusher.freed()
+        return freed or None, loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_pages = self._failed_pages, frozenset()
@@ -196,12 +235,15 @@ class KvmeshConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         late, self._late = self._late, 0
-        return LateLoads(late) if late else None
+        pushes, self._late_pushes = self._late_pushes, frozenset()
+        return LateLoads(late, pushes) if late or pushes else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._mover is None:
             return None
         counts = self._mover.take_counts()
+        if self._pusher is not None:
+            counts |= self._pusher.take_counts()
         return PrefixTransferStats(data=counts) if counts else None
 
     @classmethod
@@ -212,8 +254,8 @@ class KvmeshConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Learns of the workers' pages, after which keys can be computed. Raises ConfigError when workers differ."""
-        facts = [one for one in metadata.values() if isinstance(one, PageFacts)]
-        if len(facts) != self._ranks or any(one != facts[0] for one in facts):
+        facts = [one for _, one in sorted(metadata.items()) if isinstance(one, PageFacts)]
+        if len(facts) != self._ranks or len({(one.layout, one.parts, one.block_bytes) for one in facts}) > 1:
             raise ConfigError(f"tensor_parallel_size={self._ranks}: the workers' pages differ: {facts}")
         model, cache = self._vllm_config.model_config, self._vllm_config.cache_config
         self._content = KvContent(
@@ -238,11 +280,26 @@ class KvmeshConnector(KVConnectorBase_V1):
             save_decoded=self._config.save_decoded,
             loads=bool(transfer.is_kv_consumer),
             saves=bool(transfer.is_kv_producer),
+            pool=self._config.pool,
+            handoff=self._side(facts),
         )
         log.info("KvmeshConnector: store %s, namespace %r", self._config.store, self._config.namespace)
 
+    def _side(self, facts: Sequence[PageFacts]) -> HandoffSide | None:
+        """Returns who this engine is to others that its pages go to or come from."""
+        if not self._config.push:
+            return None
+        sharing = PageSharing(self._block_tokens, facts[0].layout, self._ranks)
+        ranks = tuple(one.push for one in facts if one.push is not None)
+        return HandoffSide(str(self._kv_transfer_config.engine_id), sharing, ranks)
+
     def on_new_request(self, request: Any) -> None:
-        if self._book is None or self._content is None or not _follows_from_tokens(request):
+        if self._book is None or self._content is None:
+            return
+        source = self._source(request)
+        if not _follows_from_tokens(request):
+            if source is not None:
+                self._book.drop(source)
             return
         lora = request.lora_request
         namespace = Namespace(
@@ -254,7 +311,18 @@ class KvmeshConnector(KVConnectorBase_V1):
             tenant=self._config.namespace,
         )
         self._requests[request.request_id] = request
-        self._book.add(request.request_id, namespace, request.num_prompt_tokens)
+        self._book.add(request.request_id, namespace, request.num_prompt_tokens, source)
+
+    def _source(self, request: Any) -> RemotePrefill | None:
+        """Returns who keeps the KV of a request's prompt, as the request says."""
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+            return None
+        try:
+            return RemotePrefill.of(params)
+        except InvalidRequest as error:
+            log.warning("KvmeshConnector: request %s is computed here: %s", request.request_id, error.message)
+            return None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._book is None or self._lookups is None or request.skip_reading_prefix_cache:
@@ -263,6 +331,8 @@ class KvmeshConnector(KVConnectorBase_V1):
         for request_id, held in self._lookups.answers():
             self._book.found(request_id, held, now)
         match = self._book.match(request.request_id, request.all_token_ids, num_computed_tokens, now)
+        if match.refused:
+            log.warning("KvmeshConnector: request %s is computed here: %s", request.request_id, match.refused)
         if match.ask:
             self._lookups.ask(request.request_id, match.ask)
         return match.tokens, bool(match.tokens)
@@ -276,7 +346,7 @@ class KvmeshConnector(KVConnectorBase_V1):
         if self._book is None:
             return StepOrders()
         loads, saves = self._book.step(self._scheduled(scheduler_output))
-        return StepOrders(loads, saves)
+        return StepOrders(loads, saves, self._book.handoffs())
 
     def _scheduled(self, scheduler_output: Any) -> Iterator[Scheduled]:
         """Yields what the step computes. vLLM's own lists are asked, so none is kept here."""
@@ -291,15 +361,28 @@ class KvmeshConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         if self._book is not None and connector_output.finished_recving:
             meta = connector_output.kv_connector_worker_meta
-            late = isinstance(meta, LateLoads) and meta.count > 0
+            told = meta if isinstance(meta, LateLoads) else LateLoads(0)
             failed = connector_output.invalid_block_ids or set()
-            self._book.received(connector_output.finished_recving, failed, late, time.monotonic())
+            now = time.monotonic()
+            self._book.received(connector_output.finished_recving, failed, told.count > 0, now, told.pushes)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Has the pages of a prompt held that another engine decodes. What is to be saved to the pool was copied when
+        its step ended."""
         self._requests.pop(request.request_id, None)
-        if self._book is not None:
-            self._book.finish(request.request_id)
-        return False, None  # what is to be saved was copied when its step ended
+        if self._book is None:
+            return False, None
+        params = request.kv_transfer_params
+        source = None
+        if isinstance(params, dict) and params.get("do_remote_decode") and request.status in COMPUTED:
+            ticket = secrets.token_bytes(TICKET_BYTES)
+            computed = request.num_computed_tokens
+            source = self._book.hand_over(request.request_id, request.all_token_ids, computed, block_ids, ticket)
+            if source is None:
+                why = "it needs push, a kv_role that produces, and KV that follows from its tokens alone"
+                log.warning("KvmeshConnector: request %s is not handed over: %s", request.request_id, why)
+        self._book.finish(request.request_id)
+        return source is not None, source.params() if source is not None else None
 
     def reset_cache(self) -> bool | None:
         """Has this instance never load again what was saved before, as vLLM's weights may have changed. Requests that

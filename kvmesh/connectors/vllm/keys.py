@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, TOKEN_BYTES, Namespace, extend, pack_tokens
 
 _DOMAIN = b"kvmesh.vllm-part\x00"
+_PROMPT = b"kvmesh.vllm-prompt\x00"
 _PLACE = struct.Struct("<4I")
 
 Layers = tuple[int, int]  # first layer of a part, and the one after its last
@@ -48,11 +49,11 @@ class KvContent:
 class TokenChain:
     """Computes the keys of one request's full blocks, each once, as tokens are added."""
 
-    __slots__ = ("_block_tokens", "_digest", "keys")
+    __slots__ = ("_block_tokens", "_digest", "_root", "keys")
 
     def __init__(self, namespace: Namespace, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._digest = namespace.root(block_tokens)
+        self._digest = self._root = namespace.root(block_tokens)
         self.keys: list[bytes] = []
 
     def reach(self, tokens: Sequence[int], blocks: int) -> None:
@@ -68,6 +69,15 @@ class TokenChain:
         for at in range(0, len(packed), step * TOKEN_BYTES):
             key, self._digest = extend(self._digest, packed[at : at + step * TOKEN_BYTES])
             self.keys.append(key)
+
+    def digest(self, tokens: Sequence[int], count: int) -> str:
+        """Returns a hash, in hex, of all that the KV of the first `count` tokens follows from. Raises as `reach`
+        does."""
+        full = count // self._block_tokens
+        self.reach(tokens, full)
+        last = self.keys[full - 1] if full else b""
+        tail = pack_tokens(tokens[full * self._block_tokens : count])
+        return hashlib.sha256(_PROMPT + self._root + last + tail).hexdigest()
 
 
 def part_key(key: bytes, rank: int, ranks: int, part: int, parts: int) -> bytes:

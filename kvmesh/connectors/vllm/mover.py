@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvmesh.connectors.vllm.book import LoadOrder, SaveOrder
 from kvmesh.connectors.vllm.config import ConnectorConfig
+from kvmesh.connectors.vllm.counts import WorkerCounts
 from kvmesh.connectors.vllm.keys import part_key, split_layers
 from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.storeclient import Buffer, Got, Span, SyncStoreClient
@@ -102,8 +103,8 @@ class PageMover:
                 why = f"is too little: a block has {len(self.parts)} parts, each in {self._slot_bytes:,} bytes"
                 raise ConfigError(f"{name}={getattr(config, name)}: {why}", field=name)
         self._window = min(load_slots, PUT_PARTS)
-        self._counts: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._counts = WorkerCounts()
+        self._count = self._counts.add
         self._loads: dict[str, _Load] = {}
         self._wanted: queue.SimpleQueue[_LoadWindow | None] = queue.SimpleQueue()
         self._free: deque[int] = deque(range(save_slots))
@@ -133,13 +134,7 @@ class PageMover:
 
     def take_counts(self) -> dict[str, int]:
         """Returns what was counted since the last call."""
-        with self._counting:
-            counts, self._counts = self._counts, Counter()
-        return dict(counts)
-
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            self._counts.update(more)
+        return self._counts.take()
 
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
 

@@ -25,6 +25,13 @@ def test_the_clients_own_defaults_are_kept() -> None:
         ({"save_decoded": 1}, "save_decoded=1: must be bool"),
         ({"transports": "pigeon"}, "transports='pigeon'"),
         ({"store": "no port"}, "no port"),
+        ({"push_port": 65_536}, r"push_port=65536: not in 0\.\.65535"),
+        ({"push_threads": 0}, r"push_threads=0: not in 1\.\.16"),
+        ({"push_staging_mb": 0}, "push_staging_mb=0"),
+        ({"push_timeout_ms": 9}, "push_timeout_ms=9"),
+        ({"hold_ms": 3_600_001}, r"hold_ms=3600001: not in 100\.\.3600000"),
+        ({"push": "yes"}, "push='yes': must be bool, not str"),
+        ({"pool": False}, "pool=False: without push there is nothing to do"),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], text: str) -> None:
