@@ -74,7 +74,7 @@ def main(argv: Iterable[str] | None = None) -> None:
     pip("install", "--no-deps", wheel, *WITHOUT_THEIRS)
     pip("install", TORCH, *of_kvmesh())
     pip("install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
-    subprocess.run([python, "-c", "import vllm, kvmesh.storeclient"], check=True, timeout=TIMEOUT_S)
+    subprocess.run([python, "-c", "import kvmesh.connectors.vllm.connector"], check=True, timeout=TIMEOUT_S)
     print(f"PYTHON_OF_VLLM={python}", file=sys.stdout)
 
 
