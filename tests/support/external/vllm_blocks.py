@@ -18,8 +18,8 @@ NAMESPACE = Namespace(fingerprint="external-tests", kv_dtype="")
 class ReportingCache:
     """Keeps at most `places` blocks. `batches` are all that it has published, by number."""
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, places: int, namespace: Namespace = NAMESPACE) -> None:
+        self._places, self._namespace = places, namespace
         self._used: OrderedDict[int, bytes | None] = OrderedDict((at, None) for at in range(places))
         self._keys: dict[bytes, bytes] = {}  # by hash
         self._events: list[dict[str, Any]] = []
@@ -32,7 +32,7 @@ class ReportingCache:
     def serve(self, tokens: list[int], salt: Namespace | None = None) -> None:
         """Computes a prompt of whole blocks, as far as it has no room for it, and publishes what that changed."""
         count = min(len(tokens) // SIZE, self._places)
-        namespace = salt or NAMESPACE
+        namespace = salt or self._namespace
         keys = split(chain(namespace, pack_tokens(tokens), SIZE))[:count]
         told = "" if salt is None else namespace.root(SIZE).hex()
         names, parent = [], told.encode()
