@@ -42,7 +42,13 @@ from tests.support.mesh.client import until
 from tests.support.vllm_server import PYTHON_ENV, START_S, vllm_server, wait_healthy
 
 MODEL = "agents"
-POLICIES = {"conductor": "kvcache", "session hash": "session_hash", "round robin": "round_robin"}
+# The conductor's `policy`, and whether the engines' own reports say which blocks they hold.
+POLICIES = {
+    "conductor": ("kvcache", False),
+    "conductor, exact": ("kvcache", True),
+    "session hash": ("session_hash", False),
+    "round robin": ("round_robin", False),
+}
 VOCAB, CONTEXT, BLOCK = 2_000, 2_560, 32
 FIRST_TOKEN = 300  # ids below are bytes and marks
 HEAVY_EVERY = 4
@@ -261,25 +267,37 @@ def show(rounds: dict[str, list[dict[str, Any]]]) -> None:
 # ── engines and meshes ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+def endpoint(at: int, port: int, events: int = 0, replay: int = 0) -> dict[str, str]:
+    """Returns an entry of the file of endpoints."""
+    found = {"url": f"http://127.0.0.1:{port}", "name": f"engine-{at}"}
+    if events:
+        found |= {"kv_events": f"tcp://127.0.0.1:{events}", "kv_replay": f"tcp://127.0.0.1:{replay}"}
+    return found
+
+
 @contextlib.contextmanager
-def vllm_engines(model: Path, folder: Path, args: argparse.Namespace) -> Iterator[list[str]]:
+def vllm_engines(model: Path, folder: Path, args: argparse.Namespace) -> Iterator[list[dict[str, str]]]:
     ports = plan.Ports()
     with contextlib.ExitStack() as stack:
-        urls = []
+        found = []
         for at in range(args.count):
-            port, log = ports.take(), folder / f"vllm-{at}.log"
-            more = ["--max-model-len", str(CONTEXT), "--block-size", str(BLOCK), "--max-num-seqs", "8"]
+            port, events, replay = (ports.take() for _ in range(3))
+            log = folder / f"vllm-{at}.log"
+            told = {"enable_kv_cache_events": True, "publisher": "zmq"}
+            told |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
+            more = ["--kv-events-config", json.dumps(told)]
+            more += ["--max-model-len", str(CONTEXT), "--block-size", str(BLOCK), "--max-num-seqs", "8"]
             more += ["--num-gpu-blocks-override", str(args.engine_tokens // BLOCK)]
             process = stack.enter_context(vllm_server(model, port, log, MODEL, *more))
-            urls.append(f"http://127.0.0.1:{port}")
+            found.append(endpoint(at, port, events, replay))
             # One after the other: imports of all at once take longer than in turn where memory is slow.
-            asyncio.run(wait_healthy([(urls[-1], process, log)]))
+            asyncio.run(wait_healthy([(found[-1]["url"], process, log)]))
             progress.tell(f"engine {at + 1} of {args.count} answers")
-        yield urls
+        yield found
 
 
 @contextlib.contextmanager
-def kvmesh_engines(model: Path, folder: Path, args: argparse.Namespace) -> Iterator[list[str]]:
+def kvmesh_engines(model: Path, folder: Path, args: argparse.Namespace) -> Iterator[list[dict[str, str]]]:
     blocks = args.engine_tokens // BLOCK
     flags = {"coupled": {"num_pages": blocks, "num_extents": 16}, "conductor": {"admission": "off"}}
     with contextlib.ExitStack() as stack:
@@ -289,7 +307,13 @@ def kvmesh_engines(model: Path, folder: Path, args: argparse.Namespace) -> Itera
         ]
         for mesh in meshes:
             mesh.wait_ready(START_S)
-        yield [mesh.url for mesh in meshes]
+        yield [endpoint(at, int(mesh.url.rpartition(":")[2])) for at, mesh in enumerate(meshes)]
+
+
+@contextlib.contextmanager
+def running_engines(model: Path, folder: Path, args: argparse.Namespace) -> Iterator[list[dict[str, str]]]:
+    told = json.loads(Path(args.endpoints).read_text())["endpoints"]
+    yield [one | {"name": f"engine-{at}"} for at, one in enumerate(told)]
 
 
 def start_mesh(model: Path, run_dir: Path, flags: dict[str, dict[str, Any]], **settings: Any) -> Mesh:
@@ -324,24 +348,33 @@ async def registered(mesh: Mesh, engines: int) -> None:
     await until(so, f"{engines} engines behind {mesh.url}", 120.0)
 
 
-def measure(urls: Sequence[str], model: Path, folder: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
+def endpoints_file(folder: Path, engines: Sequence[dict[str, str]], *, exact: bool) -> str:
+    file = folder / f"endpoints{'-exact' * exact}.json"
+    told = [{key: text for key, text in one.items() if exact or not key.startswith("kv_")} for one in engines]
+    file.write_text(json.dumps({"endpoints": told}))
+    return str(file)
+
+
+def measure(
+    engines: Sequence[dict[str, str]], model: Path, folder: Path, args: argparse.Namespace
+) -> dict[str, list[Any]]:
     slo = {"slo_ttft_ms": round(1000 * args.slo_ttft_s), "slo_tbt_ms": round(1000 * args.slo_tbt_s)}
     with contextlib.ExitStack() as stack:
         meshes = {
             name: stack.enter_context(
                 start_mesh(
                     model,
-                    folder / policy,
+                    folder / name.replace(", ", "-"),
                     {"conductor": {"policy": policy, "admission": "off", **slo}},
-                    external=tuple(urls),
+                    external_file=endpoints_file(folder, engines, exact=exact),
                 )
             )
-            for name, policy in POLICIES.items()
+            for name, (policy, exact) in POLICIES.items()
             if name in args.policies
         }
         for mesh in meshes.values():
             mesh.wait_ready(START_S)
-            asyncio.run(registered(mesh, len(urls)))
+            asyncio.run(registered(mesh, len(engines)))
         found: dict[str, list[Any]] = {name: [] for name in meshes}
         order = list(meshes)
         for number in range(args.rounds + 1):
@@ -354,7 +387,7 @@ def measure(urls: Sequence[str], model: Path, folder: Path, args: argparse.Names
                 )  # fmt: skip
                 asked = asyncio.run(run_turn(meshes[name].url, traffic))
                 if number:  # the first round fills the engines, and teaches what prompts and steps take
-                    found[name].append(figures(asked, len(urls), args.slo_ttft_s, args.slo_tbt_s))
+                    found[name].append(figures(asked, len(engines), args.slo_ttft_s, args.slo_tbt_s))
                 progress.tell(f"round {number} of {args.rounds}: {name}")
             order = order[1:] + order[:1]
         progress.tell("")
@@ -366,7 +399,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engines", choices=("vllm", "kvmesh"), default="vllm")
     parser.add_argument("--count", type=int, default=3, help="engines")
     parser.add_argument("--engine-tokens", type=int, default=4_096, help="KV of one engine")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated; the conductor must be among")
+    parser.add_argument("--endpoints", default="", help="file of endpoints that run already; needs --model")
+    parser.add_argument("--model", default="", help="with --endpoints: the folder of their model")
+    parser.add_argument("--policies", default="", help="with / between; the conductor must be among; empty: all")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--agents", type=int, default=3, help="system prompts")
     parser.add_argument("--sessions", type=int, default=16)
@@ -383,10 +418,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", default="", help="also write the results here")
     args = parser.parse_args()
-    args.policies = args.policies.split(",")
+    reports = args.engines == "vllm" or args.endpoints
+    args.policies = (
+        args.policies.split("/")
+        if args.policies
+        else [name for name, (_, exact) in POLICIES.items() if reports or not exact]
+    )
     if "conductor" not in args.policies or set(args.policies) - set(POLICIES):
-        parser.error(f"--policies: some of {','.join(POLICIES)}, the conductor among them")
-    if args.engines == "vllm" and not os.environ.get(PYTHON_ENV):
+        parser.error(f"--policies: some of {'/'.join(POLICIES)}, the conductor among them")
+    if bool(args.endpoints) is not bool(args.model):
+        parser.error("--endpoints and --model: give both, or none")
+    if not args.endpoints and args.engines == "vllm" and not os.environ.get(PYTHON_ENV):
         parser.error(f"{PYTHON_ENV} names no Python with vLLM (or give --engines kvmesh)")
     if args.engine_tokens < CONTEXT:
         parser.error(f"--engine-tokens={args.engine_tokens}: an engine must hold one context of {CONTEXT}")
@@ -397,14 +439,14 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_checkpoint(
+        model = Path(args.model) if args.model else make_checkpoint(
             folder / "model", family="qwen3", vocab_size=VOCAB, hidden_size=args.hidden,
             intermediate_size=3 * args.hidden, num_hidden_layers=4, num_attention_heads=args.hidden // 64,
             num_key_value_heads=2, head_dim=64, max_position_embeddings=CONTEXT,
         )  # fmt: skip
-        engines = vllm_engines if args.engines == "vllm" else kvmesh_engines
-        with engines(model, folder, args) as urls:
-            rounds = measure(urls, model, folder, args)
+        starts = {"vllm": vllm_engines, "kvmesh": kvmesh_engines}[args.engines]
+        with (running_engines if args.endpoints else starts)(model, folder, args) as engines:
+            rounds = measure(engines, model, folder, args)
     show(rounds)
     if args.json:
         told = {

@@ -63,7 +63,7 @@ def test_urls_and_objects() -> None:
         ({"endpoints": [{"url": "http://a", "kv_events": 5557}]}, r"endpoints\[0\].kv_events=5557"),
         (
             {"endpoints": [{"url": "http://a", "kv_replay": "tcp://a:1"}]},
-            r"kv_replay='tcp://a:1': is of no use without",
+            r"kv_replay='tcp://a:1': is of no use",
         ),
         ({"endpoints": ["http://a", "http://a"]}, "two endpoints have the name 'external-a:80'"),
         ({"endpoints": ["http://a", {"url": "http://a", "name": "b"}]}, "two endpoints have the url"),

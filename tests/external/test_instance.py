@@ -23,6 +23,7 @@ from kvmesh.services.conductor import main as conductor
 from kvmesh.services.conductor.config import ConductorConfig
 from kvmesh.services.gateway.sessions import Sessions
 from kvmesh.services.gateway.text.completion import Alternatives
+from kvmesh.sim.fitting import decisions
 from tests.support.external.publisher import EventPublisher
 from tests.support.external.vllm_blocks import ReportingCache
 from tests.support.services import Running, running, until
@@ -164,6 +165,18 @@ class World:
         )
         return session.start(sink, start)
 
+    async def scheduled(self, request_id: str) -> conductor_pb2.Placement:
+        """Has the conductor decide about the prompt."""
+        one = await self.ready()
+        namespace = Namespace(fingerprint=one.card.fingerprint, kv_dtype="")
+        keys, _ = chain_tip(namespace, pack_tokens(PROMPT), one.card.block_tokens)
+        request = conductor_pb2.ScheduleRequest(
+            request_id=request_id, model=MODEL, prompt_tokens=len(PROMPT), max_tokens=3, block_keys=keys
+        )
+        async with connect(self.conductor) as channel:
+            answer = await conductor_pb2_grpc.ConductorStub(channel).Schedule(request, timeout=30)
+        return answer.placement
+
     async def fails(self, **asked: Any) -> KvmeshError:
         sink = Sink()
         await self.ask(sink, **asked)
@@ -173,7 +186,7 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def started(folder: Path, kv_events: KvEventsAddress | None = None) -> AsyncIterator[World]:
+async def started(folder: Path, kv_events: KvEventsAddress | None = None, **told: Any) -> AsyncIterator[World]:
     (folder / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 2, "max_position_embeddings": 512}')
     engine = ScriptedEngine()
     async with contextlib.AsyncExitStack() as stack:
@@ -186,7 +199,7 @@ async def started(folder: Path, kv_events: KvEventsAddress | None = None) -> Asy
             endpoint["kv_replay"] = f"tcp://{kv_events.replay_host}:{kv_events.replay_port}"
         (folder / "endpoints.json").write_text(json.dumps({"endpoints": [endpoint]}))
         # Nobody is the store master here: external instances need none.
-        there = await stack.enter_async_context(running(conductor.run, ConductorConfig(store="127.0.0.1:9")))
+        there = await stack.enter_async_context(running(conductor.run, ConductorConfig(store="127.0.0.1:9", **told)))
         config = ExternalConfig(
             endpoints_file=str(folder / "endpoints.json"),
             model=str(folder),
@@ -308,21 +321,24 @@ async def test_an_engine_that_does_not_answer_loses_its_work_in_time(world: Worl
 async def test_an_engine_that_reports_its_blocks_is_known_exactly(tmp_path: Path) -> None:
     publisher = EventPublisher(ReportingCache(8))
     address = await publisher.start()
+    log = tmp_path / "decisions.jsonl"
     exact, fallback = conductor_pb2.BLOCK_KNOWLEDGE_EXACT, conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK
     try:
-        async with started(tmp_path, address) as world:
+        async with started(tmp_path, address, decision_log=str(log)) as world:
             told = await world.known(lambda one: one.ready and one.knowledge == exact)
             assert not told.indexed_blocks
             publisher.engine = ReportingCache(8, Namespace(fingerprint=told.card.fingerprint, kv_dtype=""))
             publisher.engine.serve(PROMPT[:8])
             publisher.publish()
             await world.known(lambda one: one.indexed_blocks == 2)
+            assert (await world.scheduled("held")).predicted_cached_tokens == 8
             sink = Sink()
             await world.ask(sink)  # of which the engine keeps nothing, as it does not say so
             assert (await asyncio.wait_for(sink.end, 30)).cached_tokens == 8
             publisher.engine.serve([9] * 32)
             publisher.publish()
             await world.known(lambda one: one.indexed_blocks == 8)
+            assert not (await world.scheduled("gone")).predicted_cached_tokens
             sink = Sink()
             await world.ask(sink)
             assert (await asyncio.wait_for(sink.end, 30)).cached_tokens == 0
@@ -330,5 +346,9 @@ async def test_an_engine_that_reports_its_blocks_is_known_exactly(tmp_path: Path
             await world.known(lambda one: one.knowledge == fallback and one.indexed_blocks == 8)
             again = await world.ready()
             assert again.instance.incarnation == told.instance.incarnation
+            await world.scheduled("believed")
     finally:
         publisher.close()
+    with log.open("rb") as lines:
+        replayed = decisions.replay(lines)
+    assert (replayed.decisions, replayed.placed, replayed.differences) == (3, 3, [])
