@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,10 @@ def figures(asked: Sequence[Asked], engines: int, slo_ttft_s: float, slo_tbt_s: 
         windows.setdefault(int(one.sent_s / WINDOW_S), Counter())[one.instance] += 1
     full = [max(many.values()) / many.total() for many in windows.values() if many.total() >= engines]
     names = sorted({one.instance for one in well})
+    homes: dict[int, list[str]] = {}
+    for one in sorted(well, key=lambda one: one.turn):
+        homes.setdefault(one.session, []).append(one.instance)
+    later = [before != after for some in homes.values() for before, after in pairwise(some)]
     took = max(one.sent_s + one.last_s for one in well)
     return {
         "requests": len(asked),
@@ -227,6 +232,7 @@ def figures(asked: Sequence[Asked], engines: int, slo_ttft_s: float, slo_tbt_s: 
         "computed_tokens": prompts - cached,
         "goodput": len(good) / len(asked),
         "good_per_s": len(good) / took,
+        "moved": sum(later) / max(1, len(later)),
         "most_in_window": statistics.mean(full) if full else 0.0,
         "requests_by_instance": [sum(many[name] for many in windows.values()) for name in names],
         "requests_by_window": [[windows[at][name] for name in names] for at in sorted(windows)],
@@ -242,6 +248,7 @@ SHOWN = (
     ("computed_tokens", "prompt tokens computed", "{:.0f}"),
     ("goodput", "requests within both SLOs", "{:.3f}"),
     ("good_per_s", "... a second", "{:.2f}"),
+    ("moved", "turns at another engine", "{:.3f}"),
     ("most_in_window", "largest share of one engine", "{:.3f}"),
     ("failed", "failed", "{:.1f}"),
 )

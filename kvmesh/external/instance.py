@@ -373,6 +373,7 @@ class _Answer:
         body = body_of(start, instance._said.interface, instance._said.model)
         async with instance._client.stream(instance._said.interface, body) as events:
             finish = await self._read(events)
+        instance.blocks.used(self._keys)  # an engine evicts in the order in which requests end
         request = self.request
         return decode_pb2.Finished(
             reason=_FINISHES[finish],
