@@ -98,7 +98,7 @@ class ExternalInstance:
         self._registrar: ConductorRegistrar | None = None
         root = Namespace(fingerprint=self._card.fingerprint, kv_dtype="").root(self._said.block_tokens)
         self._reported = ReportedBlocks(self.blocks, root, self._said.block_tokens, self._said.blocks)
-        self._exact = False  # as conductors were told last
+        self._knowledge = False, ""  # what was said last: whether it is exact, and why not
         self._reader: KvEventReader | None = None
         if endpoint.kv_events is not None and facts is not None:
             self._reader = KvEventReader(
@@ -239,20 +239,18 @@ class ExternalInstance:
 
     def _know(self) -> None:
         """Says openly how well it is known which blocks the engine holds."""
-        if self._reported.exact is self._exact:
+        told = self._reported.exact, self._reported.why
+        if told == self._knowledge:
             return
-        self._exact = self._reported.exact
-        if self._exact:
+        self._knowledge = told
+        exact, why = told
+        if exact:
             log.info("external instance %s: its engine reports which blocks it holds", self.endpoint.name)
         else:
-            log.warning(
-                "external instance %s: which blocks its engine holds is believed: %s",
-                self.endpoint.name,
-                self._reported.why,
-            )
-        names.EXTERNAL_EXACT.labels(instance_id=self.endpoint.name).set(self._exact)
+            log.warning("external instance %s: which blocks its engine holds is believed: %s", self.endpoint.name, why)
+        names.EXTERNAL_EXACT.labels(instance_id=self.endpoint.name).set(exact)
         if self._registrar is not None:
-            self._registrar.know(_KNOWLEDGE[self._exact])
+            self._registrar.know(_KNOWLEDGE[exact])
 
     def _urge(self) -> None:
         if self._registrar is not None:
