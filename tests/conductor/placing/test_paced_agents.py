@@ -46,8 +46,8 @@ class Agents:
 
     def _wait(self, left_s: float) -> None:
         while left_s > 0:
-            self.brain.now += min(left_s, 0.5)
-            left_s -= 0.5
+            self.brain.now += min(left_s, 1.2)
+            left_s -= 1.2
             for name in ENGINES:
                 self.brain.beat(name, self._load(name))
 
@@ -93,6 +93,15 @@ def test_slow_agents_do_not_pile_up_at_the_engine_that_has_their_system_prompt(g
     agents, hashed = Agents("kvcache", gap_s, 48), Agents("session_hash", gap_s, 48)
     assert agents.most <= 0.5 and agents.most <= hashed.most
     assert agents.hits >= 0.98 * hashed.hits
+    brain = agents.brain
+    told = [why for n in range(1, brain.requests + 1) if (why := brain.state.explain(f"r{n}")) is not None]
+    handicaps = [kind.named_terms().get("room_ms", 0.0) for why in told for kind in why.kinds]
+    assert any(handicaps) and min(handicaps) == 0.0
+    for why in told:
+        for kind in why.kinds:
+            terms = kind.named_terms()
+            parts = ("ttft_ms", "stall_ms", "answer_ms", "handoff_ms", "far_ms", "line_ms", "room_ms")
+            assert kind.cost_s * 1000 == pytest.approx(sum(terms.get(name, 0.0) for name in parts))
 
 
 def test_sessions_come_back_where_no_engine_is_busy() -> None:
