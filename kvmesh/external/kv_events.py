@@ -137,7 +137,7 @@ def _depends(told: Any, first: bool) -> tuple[str, bool]:
         return "", False
     if not isinstance(told, list):
         raise KvEventsUnusable("extra_keys: is no list")
-    head = told[0] if told else None
-    salted = first and isinstance(head, list) and len(head) == 1 and isinstance(head[0], str)
-    others = told[1:] if salted else told
-    return (head[0] if salted else ""), any(one for one in others)
+    head = told[0] if first and told else None
+    if isinstance(head, list) and len(head) == 1 and isinstance(head[0], str):
+        return head[0], any(told[1:])
+    return "", any(told)
