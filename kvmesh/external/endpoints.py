@@ -5,12 +5,14 @@ The file is JSON, or YAML where PyYAML is installed:
 
     {"endpoints": [
         "http://10.0.0.5:8000",
-        {"url": "http://10.0.0.6:8000", "name": "left", "engine_model": "Qwen/Qwen3-0.6B", "max_running": 64}
+        {"url": "http://10.0.0.6:8000", "name": "left", "engine_model": "Qwen/Qwen3-0.6B", "max_running": 64,
+         "kv_events": "tcp://10.0.0.6:5557", "kv_replay": "tcp://10.0.0.6:5558"}
     ]}
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
@@ -21,24 +23,27 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvmesh.errors import ConfigError
+from kvmesh.external.kv_event_reader import KvEventsAddress
 
 MAX_FILE_BYTES = 1 << 20
 MAX_ENDPOINTS = 256  # of one service
 MAX_URL = 256  # characters
 MAX_RUNNING = 65_536
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,99}\Z")
-_KEYS = ("url", "name", "engine_model", "max_running")
+_KEYS = ("url", "name", "engine_model", "max_running", "kv_events", "kv_replay")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEndpoint:
     """One engine. `name` is the instance's in the mesh, `engine_model` the engine's name for the model ("": the first
-    that it serves), `max_running` how many requests it is given at once."""
+    that it serves), `max_running` how many requests it is given at once, `kv_events` where it publishes which blocks it
+    holds (None: nowhere)."""
 
     url: str
     name: str
     engine_model: str = ""
     max_running: int = 0
+    kv_events: KvEventsAddress | None = None
 
 
 def endpoint(url: str, *, field: str, prefix: str = "external") -> EngineEndpoint:
@@ -137,7 +142,32 @@ def _entry(told: Any, place: str) -> EngineEndpoint:
     running = told.get("max_running", 0)
     if type(running) is not int or not 0 <= running <= MAX_RUNNING:
         raise ConfigError(f"{place}.max_running={_shown(running)}: must be a whole number in 0..{MAX_RUNNING}")
-    return EngineEndpoint(usual.url, name, model, running)
+    return EngineEndpoint(usual.url, name, model, running, _kv_events(told, place))
+
+
+def _kv_events(told: Mapping[str, Any], place: str) -> KvEventsAddress | None:
+    events = _socket(told.get("kv_events"), f"{place}.kv_events")
+    replay = _socket(told.get("kv_replay"), f"{place}.kv_replay")
+    if events is None:
+        if replay is not None:
+            raise ConfigError(f"{place}.kv_replay={_shown(told['kv_replay'])}: is of no use without kv_events")
+        return None
+    return KvEventsAddress(*events, *(replay or ("", 0)))
+
+
+def _socket(told: Any, place: str) -> tuple[str, int] | None:
+    """Reads tcp://HOST:PORT."""
+    if told is None:
+        return None
+    port: int | None = None
+    if isinstance(told, str) and len(told) <= MAX_URL:
+        with contextlib.suppress(ValueError):
+            parts = urlsplit(told)
+            rest = parts.username or parts.password or parts.path or parts.query or parts.fragment
+            port = parts.port if parts.scheme == "tcp" and parts.hostname and not rest else None
+            if port and parts.hostname and parts.hostname != "*":
+                return parts.hostname, port
+    raise ConfigError(f"{place}={_shown(told)}: must be tcp://HOST:PORT, as other machines reach it")
 
 
 def _shown(value: Any) -> str:

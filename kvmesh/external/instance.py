@@ -27,16 +27,18 @@ from kvmesh.errors import (
     RequestCancelled,
     Unavailable,
 )
-from kvmesh.external.believed_blocks import BelievedBlocks
 from kvmesh.external.config import ExternalConfig
 from kvmesh.external.endpoints import EngineEndpoint
+from kvmesh.external.engine_blocks import EngineBlocks
 from kvmesh.external.engine_book import EngineBook, EngineRequest
 from kvmesh.external.engine_client import EngineClient, EngineLost
 from kvmesh.external.engine_protocol import EngineChunk, EngineInterface, body_of, chunk_of
 from kvmesh.external.facts import EngineFacts, ModelFolder, card_of
+from kvmesh.external.kv_event_reader import KvEventReader
+from kvmesh.external.reported_blocks import ReportedBlocks
 from kvmesh.external.sessions import SERVICE, AnswerSlot, EngineServicer
 from kvmesh.kvcache.announce import Announcer
-from kvmesh.kvcache.keys import DIGEST_BYTES, TOKEN_BYTES, extend, pack_tokens, split
+from kvmesh.kvcache.keys import DIGEST_BYTES, TOKEN_BYTES, Namespace, extend, pack_tokens, split
 from kvmesh.membership.registrar import ConductorRegistrar
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, decode_pb2, decode_pb2_grpc
@@ -50,6 +52,10 @@ GOODBYE_S = 1.5
 TELL_S = 1.0  # the longest wait until gateways have been told the ends of their requests
 END_S = 5.0  # from an answer's last token to the end of its stream
 
+_KNOWLEDGE = {
+    False: conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK,
+    True: conductor_pb2.BLOCK_KNOWLEDGE_EXACT,
+}
 _FINISHES = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
@@ -83,13 +89,25 @@ class ExternalInstance:
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.address = ""
         self.book = EngineBook(endpoint.name)
-        self.blocks = BelievedBlocks(self._said.blocks)
+        self.blocks = EngineBlocks(self._said.blocks)
         self._card = card_of(folder, self._said)
         self._answers: dict[asyncio.Task[None], _Running] = {}
         self._servicer = EngineServicer(self)
         self._lost = unknown  # why the engine gets no work; "": it does
         self._leaving = ""
         self._registrar: ConductorRegistrar | None = None
+        root = Namespace(fingerprint=self._card.fingerprint, kv_dtype="").root(self._said.block_tokens)
+        self._reported = ReportedBlocks(self.blocks, root, self._said.block_tokens, self._said.blocks)
+        self._knowledge = False, ""  # what was said last: whether it is exact, and why not
+        self._reader: KvEventReader | None = None
+        if endpoint.kv_events is not None and facts is not None:
+            self._reader = KvEventReader(
+                endpoint.kv_events,
+                self._reported,
+                self._know,
+                who=f"external instance {endpoint.name}",
+                timeout_s=config.engine_timeout_ms / 1000,
+            )
 
     # ── what the mesh sees ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -113,8 +131,7 @@ class ExternalInstance:
             capacity_blocks=self._said.blocks,
             max_running_requests=self._most,
             http_url=self.endpoint.url,
-            # Where an engine reports its blocks, this would be EXACT and `blocks` filled by it.
-            knowledge=conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK,
+            knowledge=_KNOWLEDGE[self._reported.exact],
         )
 
     def report(self) -> conductor_pb2.HeartbeatRequest:
@@ -152,6 +169,9 @@ class ExternalInstance:
         )
         gone = asyncio.Event()
         registering = asyncio.create_task(self._registrar.run(gone), name=f"register {self.endpoint.name}")
+        reading = []
+        if self._reader is not None:
+            reading = [asyncio.create_task(self._reader.run(), name=f"blocks of {self.endpoint.name}")]
         try:
             self._show(server)
             log.info("external instance %s asks %s", self.endpoint.name, self.endpoint.url)
@@ -161,8 +181,9 @@ class ExternalInstance:
             gone.set()
             await asyncio.wait([registering], timeout=GOODBYE_S)
         finally:
-            registering.cancel()
-            await asyncio.gather(registering, return_exceptions=True)
+            for task in (registering, *reading):
+                task.cancel()
+            await asyncio.gather(registering, *reading, return_exceptions=True)
             await self._end_all(Unavailable(f"external instance {self.endpoint.name} has left"))
             self._servicer.close()
             await server.stop(TELL_S)
@@ -176,7 +197,8 @@ class ExternalInstance:
                     found = await find(self._client, self.endpoint, self._config, self._folder)
                     if found != self.facts:
                         return
-                    self.blocks.clear()  # it may have been started anew
+                    if not self._reported.exact:
+                        self.blocks.clear()  # it may have been started anew
                 load = await self._client.load(self._said.model)
             except KvmeshError as err:
                 gone_s = time.monotonic() - heard
@@ -205,6 +227,8 @@ class ExternalInstance:
         """The engine does not answer: no new work, and what runs goes on elsewhere."""
         if not self._lost:
             log.warning("external instance %s gets no work: %s", self.endpoint.name, why)
+            if self._reader is not None:
+                self._reader.reconnect(why)  # another engine may answer there next, and its batches have their numbers
         self._lost = why
         self._urge()
         self._fail_all(Unavailable(why))
@@ -212,6 +236,21 @@ class ExternalInstance:
     def _leave(self, why: str) -> None:
         self._leaving = why
         self._urge()
+
+    def _know(self) -> None:
+        """Says openly how well it is known which blocks the engine holds."""
+        told = self._reported.exact, self._reported.why
+        if told == self._knowledge:
+            return
+        self._knowledge = told
+        exact, why = told
+        if exact:
+            log.info("external instance %s: its engine reports which blocks it holds", self.endpoint.name)
+        else:
+            log.warning("external instance %s: which blocks its engine holds is believed: %s", self.endpoint.name, why)
+        names.EXTERNAL_EXACT.labels(instance_id=self.endpoint.name).set(exact)
+        if self._registrar is not None:
+            self._registrar.know(_KNOWLEDGE[exact])
 
     def _urge(self) -> None:
         if self._registrar is not None:
@@ -332,6 +371,7 @@ class _Answer:
         body = body_of(start, instance._said.interface, instance._said.model)
         async with instance._client.stream(instance._said.interface, body) as events:
             finish = await self._read(events)
+        instance.blocks.used(self._keys)  # an engine evicts in the order in which requests end
         request = self.request
         return decode_pb2.Finished(
             reason=_FINISHES[finish],

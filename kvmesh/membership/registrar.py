@@ -439,6 +439,7 @@ class ConductorRegistrar:
         rng = random.Random()
         registration.protocol_version = protocol.PROTOCOL_VERSION
         self._report = report
+        self._registration = registration
         self._conductors = [
             _ConductorPeer(address, rng, registration, self._news, ready, announcer())
             for address in split(conductor_address, "conductor")
@@ -459,6 +460,13 @@ class ConductorRegistrar:
         """The load has changed a lot: see `Registrar.urge`."""
         for peer in self._conductors:
             peer.urge()
+
+    def know(self, knowledge: pb.BlockKnowledge.ValueType) -> None:
+        """Registers again at once where it is now known otherwise which blocks its engine holds."""
+        if knowledge != self._registration.knowledge:
+            self._registration.knowledge = knowledge
+            for peer in self._conductors:
+                peer.enter_again()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set; then a last heartbeat with ready=false. Raises nothing but CancelledError."""

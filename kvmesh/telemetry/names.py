@@ -383,6 +383,7 @@ EXTERNAL_TTFT = _histogram("external_ttft_seconds", "Request sent to the engine 
 EXTERNAL_OUTPUT_TOKENS = _counter("external_output_tokens_total", "Tokens that engines have sent.")
 EXTERNAL_ENDPOINTS = _gauge("external_endpoints_count", "Endpoints that flags and the file name now.")
 EXTERNAL_READY = _gauge("external_ready_bool", "1 when the instance takes work.", "instance_id")
+EXTERNAL_EXACT = _gauge("external_exact_bool", "1 while its engine reports which blocks it holds.", "instance_id")
 
 # Store master. change: joined, left, died.
 STORE_MEMBERS = _gauge("store_members_count", "Live members.", "role")

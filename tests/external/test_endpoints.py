@@ -17,6 +17,7 @@ from kvmesh.external.endpoints import (
     of_told,
     of_urls,
 )
+from kvmesh.external.kv_event_reader import KvEventsAddress
 
 A, B = EngineEndpoint("http://a:8000", "external-a:8000"), EngineEndpoint("https://b/x", "left", "m", 4)
 
@@ -28,6 +29,11 @@ def test_urls_and_objects() -> None:
     assert of_told(told) == (A, B)
     assert of_urls("http://a:8000, https://b/x") == (A, EngineEndpoint("https://b/x", "external-b:443-x"))
     assert of_told({"endpoints": []}) == of_urls("") == ()
+    reports = {"url": "http://a:8000", "kv_events": "tcp://a:5557"}
+    [found] = of_told({"endpoints": [reports]})
+    assert found.kv_events == KvEventsAddress("a", 5557)
+    [found] = of_told({"endpoints": [reports | {"kv_replay": "tcp://b:5558"}]})
+    assert found.kv_events == KvEventsAddress("a", 5557, "b", 5558)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,18 @@ def test_urls_and_objects() -> None:
         ({"endpoints": [{"url": "http://a", "max_running": -1}]}, r"endpoints\[0\].max_running=-1"),
         ({"endpoints": [{"url": "http://a", "max_running": True}]}, r"endpoints\[0\].max_running=True"),
         ({"endpoints": [{"url": "http://a", "engine_model": 3}]}, r"endpoints\[0\].engine_model=3"),
+        (
+            {"endpoints": [{"url": "http://a", "kv_events": "tcp://*:5557"}]},
+            r"kv_events='tcp://\*:5557': must be tcp://HOST",
+        ),
+        ({"endpoints": [{"url": "http://a", "kv_events": "ipc://x"}]}, r"endpoints\[0\].kv_events='ipc://x'"),
+        ({"endpoints": [{"url": "http://a", "kv_events": "tcp://a"}]}, r"endpoints\[0\].kv_events='tcp://a'"),
+        ({"endpoints": [{"url": "http://a", "kv_events": "tcp://a:99999"}]}, r"endpoints\[0\].kv_events"),
+        ({"endpoints": [{"url": "http://a", "kv_events": 5557}]}, r"endpoints\[0\].kv_events=5557"),
+        (
+            {"endpoints": [{"url": "http://a", "kv_replay": "tcp://a:1"}]},
+            r"kv_replay='tcp://a:1': is of no use",
+        ),
         ({"endpoints": ["http://a", "http://a"]}, "two endpoints have the name 'external-a:80'"),
         ({"endpoints": ["http://a", {"url": "http://a", "name": "b"}]}, "two endpoints have the url"),
         ({"endpoints": [f"http://a:{n}" for n in range(1, 300)]}, "299 of them; at most 256"),

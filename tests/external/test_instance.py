@@ -15,6 +15,7 @@ import pytest
 from kvmesh.errors import DeadlinePassed, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.external import main
 from kvmesh.external.config import ExternalConfig
+from kvmesh.external.kv_event_reader import KvEventsAddress
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, decode_pb2
@@ -22,6 +23,9 @@ from kvmesh.services.conductor import main as conductor
 from kvmesh.services.conductor.config import ConductorConfig
 from kvmesh.services.gateway.sessions import Sessions
 from kvmesh.services.gateway.text.completion import Alternatives
+from kvmesh.sim.fitting import decisions
+from tests.support.external.publisher import EventPublisher
+from tests.support.external.vllm_blocks import ReportingCache
 from tests.support.services import Running, running, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -164,6 +168,18 @@ class World:
         )
         return session.start(sink, start)
 
+    async def scheduled(self, request_id: str) -> conductor_pb2.Placement:
+        """Has the conductor decide about the prompt."""
+        one = await self.ready()
+        namespace = Namespace(fingerprint=one.card.fingerprint, kv_dtype="")
+        keys, _ = chain_tip(namespace, pack_tokens(PROMPT), one.card.block_tokens)
+        request = conductor_pb2.ScheduleRequest(
+            request_id=request_id, model=MODEL, prompt_tokens=len(PROMPT), max_tokens=3, block_keys=keys
+        )
+        async with connect(self.conductor) as channel:
+            answer = await conductor_pb2_grpc.ConductorStub(channel).Schedule(request, timeout=30)
+        return answer.placement
+
     async def fails(self, **asked: Any) -> KvmeshError:
         sink = Sink()
         await self.ask(sink, **asked)
@@ -172,30 +188,43 @@ class World:
         return told.value
 
 
-@pytest.fixture
-async def world(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[World]:
-    """A world of patience: a busy machine stands still for seconds. Who waits for its end gives shorter times."""
-    (tmp_path / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 2, "max_position_embeddings": 512}')
+@contextlib.asynccontextmanager
+async def started(
+    folder: Path, kv_events: KvEventsAddress | None = None, times: dict[str, Any] | None = None, **told: Any
+) -> AsyncIterator[World]:
+    """A world of patience: a busy machine stands still for seconds. Who waits for its end gives shorter `times`."""
+    (folder / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 2, "max_position_embeddings": 512}')
     engine = ScriptedEngine()
     async with contextlib.AsyncExitStack() as stack:
         server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
         stack.callback(server.close)
         engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        endpoint: dict[str, Any] = {"url": engine.url}
+        if kv_events is not None:
+            endpoint["kv_events"] = f"tcp://{kv_events.host}:{kv_events.port}"
+            endpoint["kv_replay"] = f"tcp://{kv_events.replay_host}:{kv_events.replay_port}"
+        (folder / "endpoints.json").write_text(json.dumps({"endpoints": [endpoint]}))
         # Nobody is the store master here: external instances need none.
-        there = await stack.enter_async_context(running(conductor.run, ConductorConfig(store="127.0.0.1:9")))
+        there = await stack.enter_async_context(running(conductor.run, ConductorConfig(store="127.0.0.1:9", **told)))
         config = ExternalConfig(
-            url=engine.url,
-            model=str(tmp_path),
+            endpoints_file=str(folder / "endpoints.json"),
+            model=str(folder),
             served_name=MODEL,
             conductor=there.address,
             poll_ms=50,
             stop_grace_ms=100,
-            **{"engine_timeout_ms": 20_000, "engine_silence_ms": 30_000, **getattr(request, "param", {})},
+            **{"engine_timeout_ms": 20_000, "engine_silence_ms": 30_000, **(times or {})},
         )
         service = await stack.enter_async_context(running(main.run, config))
         sessions = Sessions("g", 1, 10.0)
         stack.push_async_callback(sessions.close)
         yield World(engine, there.address, service, sessions)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    async with started(tmp_path, times=getattr(request, "param", None)) as found:
+        yield found
 
 
 async def test_answers_loads_and_blocks(world: World) -> None:
@@ -293,3 +322,39 @@ async def test_an_engine_that_does_not_answer_loses_its_work_in_time(world: Worl
     assert "did not answer /metrics" in told.not_ready_reason
     world.engine.silent = False
     await world.ready()
+
+
+async def test_an_engine_that_reports_its_blocks_is_known_exactly(tmp_path: Path) -> None:
+    publisher = EventPublisher(ReportingCache(8))
+    address = await publisher.start()
+    log = tmp_path / "decisions.jsonl"
+    exact, fallback = conductor_pb2.BLOCK_KNOWLEDGE_EXACT, conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK
+    try:
+        async with started(tmp_path, address, decision_log=str(log)) as world:
+            told = await world.known(lambda one: one.ready and one.knowledge == exact)
+            assert not told.indexed_blocks
+            publisher.engine = ReportingCache(8, Namespace(fingerprint=told.card.fingerprint, kv_dtype=""))
+            publisher.engine.serve(PROMPT[:8])
+            publisher.publish()
+            await world.known(lambda one: one.indexed_blocks == 2)
+            assert (await world.scheduled("held")).predicted_cached_tokens == 8
+            sink = Sink()
+            await world.ask(sink)  # of which the engine keeps nothing, as it does not say so
+            assert (await asyncio.wait_for(sink.end, 30)).cached_tokens == 8
+            publisher.engine.serve([9] * 32)
+            publisher.publish()
+            await world.known(lambda one: one.indexed_blocks == 8)
+            assert not (await world.scheduled("gone")).predicted_cached_tokens
+            sink = Sink()
+            await world.ask(sink)
+            assert (await asyncio.wait_for(sink.end, 30)).cached_tokens == 0
+            publisher.close()
+            await world.known(lambda one: one.knowledge == fallback and one.indexed_blocks == 8)
+            again = await world.ready()
+            assert again.instance.incarnation == told.instance.incarnation
+            await world.scheduled("believed")
+    finally:
+        publisher.close()
+    with log.open("rb") as lines:
+        replayed = decisions.replay(lines)
+    assert (replayed.decisions, replayed.placed, replayed.differences) == (3, 3, [])

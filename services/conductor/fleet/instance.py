@@ -102,6 +102,11 @@ class Instance:
         """Returns how many steps a prompt with so many tokens to compute takes part in."""
         return max(1, -(-tokens // self.chunk_tokens))
 
+    def step_share(self, tokens: int, prefill_s: float) -> float:
+        """Returns which part of the seconds that a whole chunk takes one step of such a prompt takes, at most 1."""
+        whole_s: float = self.prefill.predict(self.chunk_tokens, 0)
+        return min(1.0, prefill_s / self.chunks(tokens) / whole_s) if whole_s > 0 else 1.0
+
     def can_prefill(self, prompt_tokens: int) -> bool:
         """Says whether a prompt of that length fits when nothing else is there."""
         limit = self.model.max_context_tokens

@@ -140,6 +140,7 @@ class Ledger:
                 masks,
                 request.tenant,
                 request.tenant_weight,
+                p.instance.step_share(p.computed_tokens, p.prefill_s),
             )
         )
         self._index.place(p.instance.ref.life, p.instance.slot, promised, name, masks)

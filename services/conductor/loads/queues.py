@@ -53,6 +53,7 @@ class PrefillWork:
     masks: bytes = b""  # which cache groups of `keys` will be there; b"": the model has one
     tenant: str = ""
     tenant_weight: float = 1.0
+    step_share: float = 1.0  # of the seconds that a whole chunk takes: one of its steps
     class_s: float = field(init=False)  # of `seconds`: what it counts as in a queue that goes by size
 
     def __post_init__(self) -> None:
@@ -102,8 +103,11 @@ class PrefillQueue:
         self._expected_s = 0.0  # of the backlog: others', that no report has told of
         self._told_at = now
         self._given = DecayedSum(LATELY_S)  # seconds of work
+        self._whole = DecayedSum(LATELY_S)  # the same, by how much of a chunk its steps are
         self._turns = TurnForecast(self.works, now)  # of a queue that goes by size
-        self.coming_share = 0.0  # of its time, that it was given work for lately, as of the last placement or report
+        # Of its time, that it was given work for lately, as of the last placement or report. Steps shorter than a whole
+        # chunk count for as much less, since they hold up rows for as much less.
+        self.coming_share = 0.0
 
     @property
     def backlog(self) -> tuple[float, float]:
@@ -205,17 +209,18 @@ class PrefillQueue:
         """Requests that are there, and seconds of work that it was given lately: what ties go by."""
         return len(self.works), max(0.0, self._given.at(now))
 
-    def _give(self, seconds: float, now: float) -> None:
+    def _give(self, seconds: float, step_share: float, now: float) -> None:
         self._given.add(seconds, now)
+        self._whole.add(seconds * step_share, now)
         self._look(now)
 
     def _look(self, now: float) -> None:
-        given_s = max(0.0, self._given.at(now))
+        given_s = max(0.0, self._whole.at(now))
         self.coming_share = min(1.0, given_s * math.log(2) / LATELY_S / self.speedup)
 
     def add(self, work: PrefillWork) -> None:
         """A placement; one of the same request replaces it."""
-        self._give(work.seconds, work.placed_at)
+        self._give(work.seconds, work.step_share, work.placed_at)
         self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
         self._as_of = work.placed_at
         self._come_s += work.seconds
@@ -268,7 +273,7 @@ class PrefillQueue:
         """It will not come (another attempt was placed, or its time is over): its work counts no more."""
         work = self._leave(request_id, now)
         if work is not None:
-            self._give(-work.seconds, now)
+            self._give(-work.seconds, work.step_share, now)
             self._come_s -= work.seconds
             self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup)
             self._as_of = now

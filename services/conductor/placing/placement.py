@@ -45,7 +45,7 @@ from kvmesh.services.conductor.placing.decodes import DecodeChoice, decode_load
 from kvmesh.services.conductor.placing.nearness import NOWHERE, Nearness
 from kvmesh.services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
 from kvmesh.services.conductor.placing.scoring_context import ScoringContext as ScoringContext
-from kvmesh.services.conductor.placing.ties import Comparison, TieCandidate, compare, even_out
+from kvmesh.services.conductor.placing.ties import Comparison, RoomCandidate, TieCandidate, compare, even_out, use_room
 from kvmesh.services.conductor.prefixes.fetch_plan import FetchPlanner, FetchSegment
 from kvmesh.services.conductor.prefixes.index import PrefixPlace, PrefixSurvey
 
@@ -177,12 +177,28 @@ def choose(
     passing = [o for o in options if o.passes]
     if passing:
         clean = [o for o in passing if not o.names & request.avoid] if request.avoid else passing
-        by = compare(clean or passing, lambda o: o.cost_s, lambda o: _crowd(o, scoring.now), scoring.rng, some.floor)
+        weighed = clean or passing
+        score: Callable[[Option], float] = lambda o: o.cost_s  # noqa: E731
+        if some.floor == _INF and 1 < len(weighed) <= FEW and all(o.decode.external for o in weighed):
+            rooms = [_room(request, o) for o in weighed]
+            score = _handicapped(weighed, score, use_room(rooms))
+        by = compare(weighed, score, lambda o: _crowd(o, scoring.now), scoring.rng, some.floor)
         choice = by.chosen.choice
         assert choice is not None, "an option that passes has a choice"
         return WeighedModes(choice, options, pair, by)
     refusals = [o.refused for o in options if o.refused is not None]
     return WeighedModes(min(refusals, key=_hopeless), options, pair)
+
+
+def _room(request: Schedule, option: Option) -> RoomCandidate:
+    """Returns how an engine's cache, which nothing is fetched from and nothing but itself keeps, would take the
+    prompt."""
+    assert option.choice is not None, "an option that passes has a choice"
+    engine, prompt = option.decode, option.choice.prefill
+    coming = sum(work.computed_tokens for work in engine.queue.works.values())
+    kept, most = engine.load.store_blocks, engine.load.store_capacity or engine.capacity_blocks
+    drops = kept + engine.blocks_for(coming + prompt.computed_tokens) - most
+    return RoomCandidate(option.cost_s, (round(prompt.queue_s, 3), engine.batch.requests), drops)
 
 
 def _crowd(option: Option, now: float) -> tuple[float, float, float]:
@@ -533,7 +549,11 @@ def _evened(
     choices: Sequence[C], score: Callable[[C], float], candidates: Sequence[TieCandidate]
 ) -> Callable[[C], float]:
     """Returns a score function that adds the handicaps of `ties.even_out`."""
-    handicaps = even_out(candidates)
+    return _handicapped(choices, score, even_out(candidates))
+
+
+def _handicapped(choices: Sequence[C], score: Callable[[C], float], handicaps: Sequence[float]) -> Callable[[C], float]:
+    """Returns a score function that adds each choice's handicap."""
     if not any(handicaps):
         return score
     by_choice = {id(c): handicap for c, handicap in zip(choices, handicaps, strict=True)}

@@ -10,6 +10,9 @@ better for all of them for ever, and the others never get it. So an instance tha
 more work lately, is handicapped by its advantage (`even_out`). The request then computes the prefix at another instance
 once, after which they are alike. This costs the request at most as much again as it would take, and never a longer
 queue.
+
+Engines of others keep what they have computed for themselves alone, so there is a second reason to spread: room that
+nobody uses (`use_room`).
 """
 
 from __future__ import annotations
@@ -84,6 +87,36 @@ def even_out(candidates: Sequence[TieCandidate]) -> list[float]:
         if not better_s:
             break
         handicaps[at] = min(better_s)
+    return handicaps
+
+
+class RoomCandidate(NamedTuple):
+    """One of a few engines, as `use_room` sees it."""
+
+    score_s: float
+    waits: tuple[float, int]  # seconds of its queue, and its rows
+    drops: float  # blocks that it would drop to keep this prompt: more than none where its cache is full
+
+
+def use_room(candidates: Sequence[RoomCandidate]) -> list[float]:
+    """Returns each engine's handicap in seconds. One that would have to drop what it keeps loses its advantage over the
+    best of those that have room for the whole prompt and wait no longer.
+
+    A prefix that many sessions share would else have them all at the engine that computed it first, as long as they
+    come so slowly that it is never busy: it would drop one session's blocks for the next one's, while others keep
+    nothing. The shared prefix is computed once more at each engine, and room is filled but once: when every cache is
+    full this handicaps nobody."""
+    handicaps = [0.0] * len(candidates)
+    for at, one in enumerate(candidates):
+        if one.drops <= 0:
+            continue
+        better_s = [
+            other.score_s - one.score_s
+            for other in candidates
+            if other.drops <= 0 and all(a <= b for a, b in zip(other.waits, one.waits, strict=True))
+        ]
+        if better_s and (advantage_s := min(better_s)) > -TIE_CAP_S:
+            handicaps[at] = advantage_s + 2 * TIE_CAP_S
     return handicaps
 
 

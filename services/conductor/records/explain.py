@@ -65,8 +65,20 @@ PREFILL_TERMS = (
     "line_ms",
     "lately_ms",
 )
-# cost = ttft + stall + line + answer + handoff + far (see placement.py)
-KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms", "far_ms", "line_ms")
+# cost = ttft + stall + line + answer + handoff + far + room (see placement.py)
+# room: what an engine is handicapped by that would drop blocks, since another one has room (ties.py)
+KIND_TERMS = (
+    "ttft_ms",
+    "rows",
+    "stall_ms",
+    "answer_ms",
+    "handoff_ms",
+    "tbt_ms",
+    "rows_tbt_ms",
+    "far_ms",
+    "line_ms",
+    "room_ms",
+)
 # score = all of them. session, origin: what it costs not to be where the request's last ones are (see affinity.py).
 DECODE_TERMS = (
     "tbt_ms",
@@ -159,7 +171,7 @@ class WeighedKind(NamedTuple):
         return {
             name: value if name == "rows" else value * 1000
             for name, value in told.items()
-            if value or name not in ("far_ms", "line_ms")
+            if value or name not in ("far_ms", "line_ms", "room_ms")
         }
 
 
@@ -412,6 +424,7 @@ def _kind(
         shared.rows_tbt_s,
         option.far_s,
         choice.prefill.others_s,
+        numbers[0] - option.cost_s if numbers is not None else 0.0,
     )
     cost_s, crowd = numbers or (option.cost_s, None)
     avoided = numbers is None and option.passes and bool(option.names & request.avoid)

@@ -17,6 +17,7 @@ import pytest
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import Keys
 from kvmesh.services.conductor.domain import (
+    BlockKnowledge,
     Cordon,
     CordonState,
     DecodeSample,
@@ -33,7 +34,7 @@ from kvmesh.services.conductor.policies.registry import BUILT_IN
 from kvmesh.services.conductor.records.journal import Header, Recorder, line_of
 from kvmesh.services.conductor.settings import BalanceSettings, Settings
 from kvmesh.sim.fitting import decisions
-from tests.support.conductor.brain import Brain, chain, reset
+from tests.support.conductor.brain import Brain, card, chain, reset
 
 LIMIT = 1 << 30
 
@@ -105,6 +106,75 @@ def test_every_decision_is_made_again_bit_for_bit(policy: str) -> None:
     found = decisions.replay(lines.lines)
     assert (found.decisions, found.different, found.differences) == (asked, 0, [])
     assert found.placed > asked / 4 and found.placed + found.refused == asked
+
+
+def live_with_engines(brain: Brain, seed: int, requests: int = 80) -> int:
+    """A history of engines of others: blocks that they report or are believed to hold, what is known of them changes,
+    one is lost and another begins in its place; returns placements."""
+    chance = random.Random(seed)
+    model = card(fingerprint="external-f")
+    names = [f"e{i}" for i in range(3)]
+    lives = dict.fromkeys(names, 1)
+
+    def begin(name: str, knowledge: BlockKnowledge) -> None:
+        more = {"model": model, "http_url": f"http://{name}", "knowledge": knowledge, "chunk_tokens": 512}
+        brain.add(name, Role.BOTH, incarnation=lives[name], capacity=60, **more)
+
+    brain.step(Lead(1))
+    for name in names:
+        begin(name, BlockKnowledge.FALLBACK)
+    held: dict[str, dict[bytes, None]] = {name: {} for name in names}
+    placed: list[tuple[str, Placed]] = []
+    for at in range(requests):
+        brain.now += chance.random() * 0.05
+        prompt, family = chance.randrange(17, 900), chance.randrange(5)
+        keys = chain(f"family-{family}", prompt // 16)
+        answer = brain.schedule(prompt, keys=keys, session=f"s{family}", ttft_slo_s=chance.choice((0.0, 0.2)))
+        if isinstance(answer, Placed):
+            placed.append((f"r{brain.requests}", answer))
+            there = answer.decode.instance_id
+            new = tuple(key for key in keys if key not in held[there])
+            held[there] |= dict.fromkeys(new)
+            gone = tuple(held[there])[: max(0, len(held[there]) - 60)]
+            for key in gone:
+                del held[there][key]
+            brain.seal(there, new, removed=gone, incarnation=lives[there])
+        if chance.random() < 0.6 and placed:
+            request, one = placed.pop(chance.randrange(len(placed)))
+            there = one.decode.instance_id
+            brain.done(there, request, 100, seconds=chance.random() * 0.1)
+            outcome = RequestOutcome(request, 0, Outcome.DONE, chance.randrange(1, 40), 0.1, 0.02, 0.02, 0.5)
+            brain.beat(there, Load(free_pages=40, running_requests=chance.randrange(4)), outcomes=(outcome,))
+        if at % 20 == 9:
+            name = chance.choice(names)
+            begin(name, chance.choice((BlockKnowledge.EXACT, BlockKnowledge.FALLBACK)))
+            brain.beat(name, ready=False)
+            brain.beat_all()
+        if at % 30 == 17:
+            name = chance.choice(names)
+            lives[name] += 1
+            begin(name, BlockKnowledge.FALLBACK)
+            held[name].clear()
+            brain.tick(0.01)
+    return brain.requests
+
+
+@pytest.mark.parametrize("policy", ["kvcache", "session_hash", "round_robin"])
+def test_decisions_about_engines_of_others_are_made_again(policy: str) -> None:
+    lines = Lines()
+    brain = recorded(lines, policy=policy)
+    asked = live_with_engines(brain, seed=6)
+    found = decisions.replay(lines.lines)
+    assert (found.decisions, found.different, found.differences) == (asked, 0, [])
+    assert found.placed > asked / 2
+    told = [json.loads(raw) for raw in lines.lines]
+    answers = [one["answer"]["placed"] for one in told if "placed" in one.get("answer", ())]
+    assert {one["prefill"]["instance_id"] for one in answers} == {"e0", "e1", "e2"}
+    if policy == "kvcache":
+        assert sum(one["cached_tokens"] > 0 for one in answers) > asked / 4, "no decision hung on what they hold"
+    # What they hold makes the decisions: without a word of it they come out otherwise.
+    deaf = [raw for raw, one in zip(lines.lines, told, strict=True) if one.get("type") != "Blocks"]
+    assert decisions.replay(deaf).different > 0
 
 
 def test_a_log_is_replayed_by_another_process_with_another_hash_seed(tmp_path: Path) -> None:

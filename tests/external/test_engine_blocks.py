@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.external.believed_blocks import BelievedBlocks
+from kvmesh.external.engine_blocks import EngineBlocks
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.block_map import BlockMap, Verdict
 
@@ -18,7 +18,7 @@ PROMPTS = st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True)
 @given(st.integers(1, 6), st.lists(st.one_of(PROMPTS, st.none()), max_size=20), st.data())
 def test_conductors_know_what_is_believed(capacity: int, steps: list[list[int] | None], data: st.DataObject) -> None:
     """Whoever hears late, or loses an announcement, knows the same in the end; a prompt's head outlives its tail."""
-    blocks, plain = BelievedBlocks(capacity), OrderedDict[bytes, None]()
+    blocks, plain = EngineBlocks(capacity), OrderedDict[bytes, None]()
     hearers = [(Announcer("a", 1, blocks.changes(), max_keys=2), BlockMap()) for _ in range(2)]
     for step in [*steps, None]:
         if step is not None:
@@ -45,7 +45,7 @@ def test_conductors_know_what_is_believed(capacity: int, steps: list[list[int] |
 
 
 def test_an_engine_that_was_started_anew_holds_nothing() -> None:
-    blocks = BelievedBlocks(8)
+    blocks = EngineBlocks(8)
     changes = blocks.changes()
     blocks.used(KEYS[:3])
     assert set(changes.take_changes().sealed) == set(KEYS[:3])

@@ -1,25 +1,27 @@
-"""Which blocks an engine is believed to hold, from what was placed there: an LRU as long as its cache. Pure.
+"""Which blocks an engine holds, as conductors are told. Pure.
 
-An engine evicts by rules of its own, and others may use it, too: this is a belief (BLOCK_KNOWLEDGE_FALLBACK), right as
-long as all its prompts pass here and its eviction is about LRU. An engine that reports its blocks would take the place
-of this class; conductors are told of both in the same way."""
+Where the engine reports them (`reported_blocks`), it is what it says, and exact (BLOCK_KNOWLEDGE_EXACT). Else it is an
+LRU of what was placed there, as long as the engine's cache. An engine evicts by rules of its own, and others may use
+it, too: that is a belief (BLOCK_KNOWLEDGE_FALLBACK), right as long as all its prompts pass here and its eviction is
+about LRU."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvmesh.kvcache.store_stats import Changes
 
 
-class BelievedBlocks:
-    """The block keys that an engine of `capacity` blocks is believed to hold. Each `changes()` is a source for one
-    conductor's announcer."""
+class EngineBlocks:
+    """The block keys that an engine of `capacity` blocks holds. Each `changes()` is a source for one conductor's
+    announcer. `reported`: the engine says what it holds, and nothing is believed."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._keys: OrderedDict[bytes, None] = OrderedDict()
-        self._changes: list[BelievedChanges] = []
+        self._changes: list[EngineBlockChanges] = []
+        self.reported = False
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -37,7 +39,9 @@ class BelievedBlocks:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Notes that the engine has computed, or found, these blocks of a prompt. The last block of a prompt is the
-        first of it to go, since others need all before it."""
+        first of it to go, since others need all before it. Where the engine reports, that tells nothing new."""
+        if self.reported:
+            return
         for key in reversed(keys[: self._capacity]):
             if key in self._keys:
                 self._keys.move_to_end(key)
@@ -47,6 +51,31 @@ class BelievedBlocks:
         while len(self._keys) > self._capacity:
             gone, _ = self._keys.popitem(last=False)
             self._note(gone, held=False)
+
+    def report(self, keys: Collection[bytes]) -> None:
+        """From now on the engine reports; now it holds exactly these."""
+        self.reported = True
+        wanted = set(keys)
+        for key in [key for key in self._keys if key not in wanted]:
+            self.drop(key)
+        for key in wanted:
+            self.hold(key)
+
+    def hold(self, key: bytes) -> None:
+        """Notes that the engine has reported a block."""
+        if key not in self._keys:
+            self._keys[key] = None
+            self._note(key, held=True)
+
+    def drop(self, key: bytes) -> None:
+        """Notes that the engine has reported that a block is gone."""
+        if key in self._keys:
+            del self._keys[key]
+            self._note(key, held=False)
+
+    def believe(self) -> None:
+        """From now on nobody reports. What was reported last is believed."""
+        self.reported = False
 
     def clear(self) -> None:
         """Notes that the engine has lost everything."""
@@ -58,17 +87,17 @@ class BelievedBlocks:
         for changes in self._changes:
             changes.note(key, held=held)
 
-    def changes(self) -> BelievedChanges:
+    def changes(self) -> EngineBlockChanges:
         """Returns a new source of changes; it begins with no keys."""
-        changes = BelievedChanges(self)
+        changes = EngineBlockChanges(self)
         self._changes.append(changes)
         return changes
 
 
-class BelievedChanges:
+class EngineBlockChanges:
     """An AnnouncedSource: what has changed since it was asked last. It remembers the last change of a key alone."""
 
-    def __init__(self, blocks: BelievedBlocks) -> None:
+    def __init__(self, blocks: EngineBlocks) -> None:
         self._blocks = blocks
         self._told: set[bytes] = set()
         self._changed: dict[bytes, bool] = dict.fromkeys(blocks.keys(), True)
