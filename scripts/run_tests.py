@@ -79,8 +79,9 @@ class Lane:
         self.told: list[str] = []  # of each that failed or could not be run: a line that says why
         self._started = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
-        self._cache = tempfile.TemporaryDirectory()  # pytest's own: lanes do not share one
-        cache = ("-o", f"cache_dir={self._cache.name}")
+        self._cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # pytest's own: lanes do not share one
+        # Nor a folder for tests' files: a lane that ends removes old ones, and fails where another does so, too.
+        cache = ("-o", f"cache_dir={self._cache.name}/c", f"--basetemp={self._cache.name}/t")
         command = [sys.executable, "-m", "pytest", "-q", *cache, *SLOWEST, *arguments]
         # Hundreds of processes are started: without bytecode on disk each compiles all it imports, pytest every test.
         env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
