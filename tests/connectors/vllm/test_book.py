@@ -148,7 +148,9 @@ class Vllm:
     external: int = 0
     waiting: bool = True
     loading: bool = False
-    since: float | None = None
+    asked: float = 0.0  # when the last lookup was ordered
+    found: float | None = None  # when one was answered last, and for how many blocks
+    held: int = 0
 
 
 class Driven(RuleBasedStateMachine):
@@ -187,12 +189,12 @@ class Driven(RuleBasedStateMachine):
         local = min(local, (len(one.tokens) - 1) // BLOCK)
         match = self.book.match(name, one.tokens, local * BLOCK, self.now)
         if match.ask:
-            self.asked[name] = match.ask
+            old = one.found is None or self.now - one.found >= FRESH_S
+            assert old or 0 < one.held < len(match.ask), "asked again for what is known"
+            self.asked[name], one.asked = match.ask, self.now
         if match.tokens is None:
-            one.since = self.now if one.since is None else one.since
-            assert self.now - one.since < LOOKUP_S + FRESH_S, "asked again for ever"
+            assert self.now - one.asked < LOOKUP_S, "waits for ever"
             return
-        one.since = None
         keys = keys_of(one.tokens)
         one.pages = [self.free.pop() for _ in range(-(-len(one.tokens) // BLOCK) + 2)]
         for at in range(local):
@@ -213,6 +215,8 @@ class Driven(RuleBasedStateMachine):
         if self.asked:
             name = data.draw(st.sampled_from(sorted(self.asked)))
             keys = self.asked.pop(name)
+            one = self.requests[name]
+            one.found, one.held = self.now, 0 if fails else len(keys)
             self.book.found(name, b"" if fails else bytes(key in self.pool for key in keys), self.now)
 
     @rule(data=st.data(), sampled=st.integers(0, 3))
