@@ -16,7 +16,7 @@ LOADED = re.compile(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long  # CI builds it by `make docs`, where a warning is an error
 @pytest.mark.timeout(300)
 def test_the_site_is_built_clean_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     for name in ("sphinx", "myst_parser", "furo"):

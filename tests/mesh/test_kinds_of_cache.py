@@ -73,7 +73,7 @@ def s3() -> Iterator[S3]:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.long] if kind in ("full", "chunk", "latent") else []) for kind in MAKE],
+    [pytest.param(kind, marks=[pytest.mark.long] if kind != "state" else []) for kind in MAKE],
 )
 async def test_every_way_of_its_cache(kind: str, tmp_path: Path, mesh: MeshFactory, s3: S3) -> None:
     path = MAKE[kind](tmp_path / kind)
