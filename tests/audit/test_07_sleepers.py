@@ -40,7 +40,8 @@ async def test_a_node_that_slept_past_its_lease_seals_nothing_of_it(
                 fault=SLOW_READS,
             )
             assert await reader.hear() == {"ready": True}
-            await until(lambda: a.store.stats.leases == 1)
+            assert await reader.hear() == {"reading": True}
+            assert a.store.stats.leases == 1
             reader.sleep()
             await until(lambda: a.store.stats.leases == 0)  # by its timer
             extents = a.store.allocate(8)

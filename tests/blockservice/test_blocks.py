@@ -154,7 +154,7 @@ async def test_bytes_that_came_after_the_lease_are_discarded() -> None:
     async with bench() as b, node("a", lease_ms=700) as a, node("b", fault=fault) as r:
         await a.fill(b, keys)
         job = r.pull(keys, [a.range_of(0, 4)], timeout_ms=8_000)
-        await until(lambda: a.store.stats.leases == 1)
+        await until(lambda: len(r.segments) == 1)  # the lease has come, and the read begins
         await a.server.stop(0)  # type: ignore[union-attr]
         pulled = await r.ended(job)
         assert pulled.arrived == () and "the lease ran out" in pulled.cause

@@ -13,7 +13,7 @@ from tests.support.reference import assert_matches_reference
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
-TOKENS, ANSWERS, LONG = 500, 8, 120
+TOKENS, ANSWERS, LONG = 500, 8, 480  # so long that none has ended when the last is seen to run
 FULL = TOKENS // BLOCK  # the prompt's full blocks; another one begins with its last tokens
 PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(TOKENS)]
 SEEDED: dict[str, Any] = {"temperature": 0.9}

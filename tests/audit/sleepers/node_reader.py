@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from kvmesh.kvcache.sources import PullRange
-from tests.support.nodes import bench, content, keys_of, node
+from tests.support.nodes import bench, content, keys_of, node, until
 
 
 def say(**words: Any) -> None:
@@ -22,7 +22,10 @@ async def main() -> None:
     async with bench() as b, node("r", **settings) as reader:
         say(ready=True)
         holder = PullRange(told["holder"], told["address"], told["incarnation"], 0, len(keys))
-        pulled = await reader.ended(reader.pull(keys, [holder], timeout_ms=30_000))
+        job = reader.pull(keys, [holder], timeout_ms=30_000)
+        await until(lambda: len(reader.segments) == 1)
+        say(reading=True)
+        pulled = await reader.ended(job)
         wrong = []
         for i in pulled.arrived:
             (extent,) = reader.store.hold([keys[i]])
