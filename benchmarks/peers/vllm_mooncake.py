@@ -23,7 +23,9 @@ class DoneEvent:
 
 
 if __name__ == "__main__":
-    sys.path.append(os.environ["EXTRA_PYTHONPATH"])  # Mooncake alone: the rest of its environment is not vLLM's
+    # In place of this file's folder, where another module is called mooncake. Mooncake alone is there: the rest of its
+    # environment is not vLLM's.
+    sys.path[0] = os.environ["EXTRA_PYTHONPATH"]
     if not torch.cuda.is_available():
         torch.cuda.Event = DoneEvent  # type: ignore[assignment,misc]
     driver = Path(__file__).parents[2] / "tests" / "connectors" / "vllm" / "engine_driver.py"

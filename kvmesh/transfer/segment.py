@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvmesh.errors import TransferError
+from kvmesh.rpc.addresses import is_loopback
 from kvmesh.transfer import checks
 from kvmesh.transfer.api import Region
 from kvmesh.transfer.memory import PAGE, Mapping
@@ -127,6 +128,20 @@ def machine_id() -> str:
         except OSError:
             parts.append("?")
     return " ".join(parts)
+
+
+def why_no_answer(descriptor: SegmentDescriptor, transport: str) -> str:
+    """Returns what to mend where a peer that did not answer names a loopback address although it is known to run on
+    another machine, or in another network namespace of this one; "" otherwise."""
+    endpoint = descriptor.endpoints.get(transport, {})
+    host, network = endpoint.get("host", ""), endpoint.get("network", "")
+    if not is_loopback(host) or (descriptor.machine == machine_id() and network in ("", network_id())):
+        return ""
+    where = "another machine" if descriptor.machine != machine_id() else "this machine in another network namespace"
+    return (
+        f"{descriptor.name} runs on {where} and says host={host!r}, which is dialled here and not there: set its host, "
+        "or advertise_host, to an address that others reach"
+    )
 
 
 @dataclass(eq=False, slots=True)

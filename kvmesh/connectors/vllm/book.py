@@ -4,7 +4,8 @@ argument, and lookups and transfers are orders that somebody else carries out.
     match       tokens beyond vLLM's own hit that the pool has; the first call orders a lookup and says "later"
     allocated   pages are there for them: a load is ordered
     step        blocks that are full after this step, and that the pool does not have: a save is ordered
-    received    a load has ended; a request whose load failed is computed and not loaded again
+    received    ranks tell of loads, each in a step of its own; a request whose load failed on any of them is computed
+                and not loaded again
 
 Between a prefill engine and a decode engine, without the pool:
 
@@ -112,6 +113,7 @@ class _Tracked:
     local: int = 0  # blocks that vLLM itself had at the last match
     saved: int = 0  # blocks before this one are held, or were ordered to be saved
     loading: dict[int, int] = field(default_factory=dict)  # page → block
+    lost: set[int] = field(default_factory=set)  # blocks of `loading` that some rank could not load
     failed: bool = False
     source: RemotePrefill | None = None  # who keeps the prompt's KV, until it is received or refused
     receiving: RemotePrefill | None = None
@@ -276,27 +278,32 @@ class RequestBook:
         now: float,
         silent: Collection[str] = (),
     ) -> None:
-        """Tells which loads have ended, and which pages have no content of theirs. `late`: a load ran out of time; then
-        nothing is looked up for a while, as the next one would, too. `silent` are requests whose push did: that engine
-        is not asked for a while."""
+        """Tells which loads have ended on all ranks, and which pages a rank has no content for: of those loads, and of
+        others that another rank has not ended yet. `late`: a load ran out of time; then nothing is looked up for a
+        while, as the next one would, too. `silent` are requests whose push did: that engine is not asked for a
+        while."""
+        if failed_pages:
+            for each in self._requests.values():
+                each.lost.update(block for page, block in each.loading.items() if page in failed_pages)
+        for request_id in silent:
+            one = self._requests.get(request_id)
+            if one is not None and one.receiving is not None:
+                self._rest(one.receiving.engine_id, now)
         for request_id in request_ids:
             one = self._requests.get(request_id)
             if one is None:
                 continue
-            missing = [block for page, block in one.loading.items() if page in failed_pages]
             if one.receiving is not None:
-                self._pushed(one, one.receiving, missing)
-                if request_id in silent:
-                    self._rest(one.receiving.engine_id, now)
+                self._pushed(one, one.receiving, one.lost)
                 one.receiving = None
-            elif missing:
+            elif one.lost:
                 one.failed = True
-                one.held = one.held[: min(missing)]  # from there on it is computed, and saved again
-            one.loading = {}
+                one.held = one.held[: min(one.lost)]  # from there on it is computed, and saved again
+            one.loading, one.lost = {}, set()
         if late:
             self._paused_until = now + self._pause_s
 
-    def _pushed(self, one: _Tracked, source: RemotePrefill, missing: Sequence[int]) -> None:
+    def _pushed(self, one: _Tracked, source: RemotePrefill, missing: Collection[int]) -> None:
         """Notes that prefill, which computed what came, has saved it."""
         came = min(missing, default=source.tokens // self._block_tokens)
         one.saved = max(one.saved, min(came, source.tokens // self._block_tokens))

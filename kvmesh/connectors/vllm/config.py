@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from kvmesh.errors import ConfigError
+from kvmesh.rpc.addresses import is_loopback, split, split_address
 from kvmesh.storeclient.config import ClientConfig
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "bool": bool}
@@ -108,6 +109,20 @@ class ConnectorConfig:
             why = f"is no setting of KvmeshConnector; there are {', '.join(sorted(known))}"
             raise ConfigError(f"kv_connector_extra_config: {unknown[0]!r} {why}", field=unknown[0])
         return cls(**extra)
+
+    def unreachable(self) -> str:
+        """Returns what keeps other machines from this engine, naming the field; "" when nothing here does. All may run
+        on one machine, so it is a warning."""
+        client = self.client()
+        own = client.advertise_host or client.host
+        if not is_loopback(own) or client.nics:
+            return ""
+        todo = "set host, or advertise_host, in kv_connector_extra_config to an address of this machine"
+        if self.pool and not all(is_loopback(split_address(one)[0]) for one in split(self.store)):
+            return f"host={own!r}: pool nodes on other machines cannot read what is saved here; {todo}"
+        if self.push and not (self.host or self.advertise_host):
+            return f"host={own!r}, by default: prompts are handed over within this machine alone; {todo}"
+        return ""
 
     def client(self) -> ClientConfig:
         """Returns the settings of a client of the Store for this connector."""

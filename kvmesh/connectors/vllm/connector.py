@@ -284,6 +284,8 @@ class KvmeshConnector(KVConnectorBase_V1):
             handoff=self._side(facts),
         )
         log.info("KvmeshConnector: store %s, namespace %r", self._config.store, self._config.namespace)
+        if why := self._config.unreachable():
+            log.warning("KvmeshConnector: %s", why)
 
     def _side(self, facts: Sequence[PageFacts]) -> HandoffSide | None:
         """Returns who this engine is to others that its pages go to or come from."""
@@ -359,12 +361,15 @@ class KvmeshConnector(KVConnectorBase_V1):
                 yield Scheduled(request_id, request.all_token_ids, computed, block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._book is not None and connector_output.finished_recving:
+        """Passes on what the ranks tell. One that could not load says so when its own load ends; `finished_recving` has
+        a request when the last rank's does, which may be a later step."""
+        if self._book is not None:
             meta = connector_output.kv_connector_worker_meta
             told = meta if isinstance(meta, LateLoads) else LateLoads(0)
             failed = connector_output.invalid_block_ids or set()
             now = time.monotonic()
-            self._book.received(connector_output.finished_recving, failed, told.count > 0, now, told.pushes)
+            finished = connector_output.finished_recving or ()
+            self._book.received(finished, failed, told.count > 0, now, told.pushes)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Has the pages of a prompt held that another engine decodes. What is to be saved to the pool was copied when

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvmesh.connectors.vllm.failures import FailureLog, with_store
 from kvmesh.connectors.vllm.keys import part_key
 from kvmesh.errors import KvmeshError
 from kvmesh.storeclient import SyncStoreClient
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # lookups that wait for the thread; another one is answered as a miss
 CLOSE_S = 5.0
+NOT_LOOKED_UP = "lookups fail, and what the pool has is computed instead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class HeldLookups:
         self._timeout_s = timeout_s
         self._waiting: queue.Queue[_Lookup | None] = queue.Queue(MAX_WAITING)
         self._done: deque[tuple[str, bytes]] = deque()
+        self._failures = FailureLog()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvmesh-lookups", daemon=True)
         self._thread.start()
@@ -70,7 +73,9 @@ class HeldLookups:
             try:
                 held = self._look_up(one)
             except KvmeshError as error:
-                log.info("lookup of %d blocks: %s", len(one.keys), error.message)
+                if not self._closed:
+                    why = with_store(error, self._client.config.store)
+                    self._failures.tell(NOT_LOOKED_UP, why, time.monotonic())
             except Exception:  # the thread must live: without it every request would wait for its time
                 log.exception("lookup of %d blocks failed", len(one.keys))
             self._done.append((one.request_id, held))

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvmesh.connectors.vllm.book import LoadOrder, SaveOrder
 from kvmesh.connectors.vllm.config import ConnectorConfig
 from kvmesh.connectors.vllm.counts import WorkerCounts
+from kvmesh.connectors.vllm.failures import FailureLog, with_store
 from kvmesh.connectors.vllm.keys import part_key, split_layers
 from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.storeclient import Buffer, Got, Span, SyncStoreClient
@@ -36,6 +37,8 @@ ALIGN = 4096
 GRACE_S = 0.25  # a load's thread comes back by its deadline; so much later it is given up without it
 CLOSE_S = 5.0
 PUT_PARTS = 32  # parts of one put
+NOT_LOADED = "blocks that the pool should have are not loaded, and are computed instead"
+NOT_SAVED = "blocks are not saved, so nobody will load them"
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class PageMover:
         self._window = min(load_slots, PUT_PARTS)
         self._counts = WorkerCounts()
         self._count = self._counts.add
+        self._failures = FailureLog()
         self._loads: dict[str, _Load] = {}
         self._wanted: queue.SimpleQueue[_LoadWindow | None] = queue.SimpleQueue()
         self._free: deque[int] = deque(range(save_slots))
@@ -202,11 +206,16 @@ class PageMover:
             left_ms = int((deadline - time.monotonic()) * 1000)
             if left_ms >= 1:
                 got = self._client.get_many_into(keys, targets, timeout_ms=left_ms)
+                self._tell(NOT_LOADED, next((one.cause for one in got if not one.here and one.cause), ""))
         except KvmeshError as error:
-            log.info("load of %d parts: %s", len(keys), error.message)
+            self._tell(NOT_LOADED, with_store(error, self._config.store))
         except Exception:  # the thread must live: without it every load would wait for its time
             log.exception("load of %d parts failed", len(keys))
         return got, time.monotonic() >= deadline
+
+    def _tell(self, kind: str, why: str) -> None:
+        if why and not self._closed:
+            self._failures.tell(kind, why, time.monotonic())
 
     def _land(self, window: _LoadWindow, got: Sequence[Got], spans: Sequence[Sequence[Span]]) -> None:
         """Copies the parts that are here into their pages."""
@@ -281,8 +290,9 @@ class PageMover:
             if not self._closed:
                 puts = self._client.put_many_from(spans, keys=keys, timeout_ms=self._config.save_timeout_ms)
                 held = [put.held for put in puts]
+                self._tell(NOT_SAVED, next((put.cause for put in puts if not put.held), ""))
         except KvmeshError as error:
-            log.info("save of %d blocks: %s", len(blocks), error.message)
+            self._tell(NOT_SAVED, with_store(error, self._config.store))
         except Exception:  # the thread must live: without it the staging would stay full
             log.exception("save of %d blocks failed", len(blocks))
         step = len(self.parts)

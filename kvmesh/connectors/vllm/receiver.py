@@ -17,10 +17,12 @@ from kvmesh.connectors.vllm.book import ReceiveOrder
 from kvmesh.connectors.vllm.config import ConnectorConfig
 from kvmesh.connectors.vllm.counts import WorkerCounts
 from kvmesh.connectors.vllm.endpoint import PushEndpoint
+from kvmesh.connectors.vllm.failures import FailureLog
 from kvmesh.connectors.vllm.mover import Pages
 from kvmesh.connectors.vllm.remote import RemotePrefill
 from kvmesh.connectors.vllm.staging import PushStaging, WorkerPages
 from kvmesh.errors import KvmeshError, TransferError
+from kvmesh.rpc.addresses import is_loopback, split_address
 from kvmesh.rpc.pb import vllm_pb2 as pb
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
 from kvmesh.transfer import TransferEngine
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 FENCE_S = 5.0  # of one try
 CLOSE_S = 5.0
+NOT_PUSHED = "a prompt that prefill has computed does not arrive, and is computed here"
 
 
 class PageReceiver:
@@ -52,6 +55,8 @@ class PageReceiver:
         self._rank = rank
         self._layout = layout
         self._counts = counts
+        self._timeout_ms = config.push_timeout_ms
+        self._failures = FailureLog()
         stagings = [PushStaging(engine, self._pages.block_bytes, config) for _ in range(config.push_threads)]
         self._descriptor = engine.local_descriptor().encode()
         self._arrivals = PageArrivals(config.push_timeout_ms / 1000, stagings[0].blocks, len(stagings))
@@ -92,8 +97,22 @@ class PageReceiver:
             self._counts.add(
                 blocks_received=came, blocks_not_received=lost, bytes_received=came * self._pages.block_bytes
             )
+            if order.request_id in over.late:
+                self._tell(order.source, f"it was not all there within push_timeout_ms={self._timeout_ms}")
             self.release(order.source)
         return over
+
+    def _tell(self, source: RemotePrefill, why: str) -> None:
+        """Logs why a prompt has not come. An address that leads back to this machine may be the reason."""
+        address = source.ranks[self._rank].address
+        where = f"request {source.request_id} of engine {source.engine_id} at {address}"
+        if is_loopback(split_address(address)[0]):
+            where += (
+                " (that address leads nowhere but to this machine: an engine on another one needs host, or "
+                "advertise_host, in its kv_connector_extra_config)"
+            )
+        if not self._closed:
+            self._failures.tell(NOT_PUSHED, f"{where}: {why}", time.monotonic())
 
     def release(self, source: RemotePrefill) -> None:
         """Tells the prefill worker that a prompt's pages are not wanted any more."""
@@ -116,7 +135,7 @@ class PageReceiver:
                 self._engine.open_window(peer, round_.epoch, [staging.range(at) for at in range(len(round_.pages))])
                 landed = self._ask(round_, staging)
             except KvmeshError as error:
-                log.info("push of request %s: %s", round_.order.source.request_id, error.message)
+                self._tell(round_.order.source, error.message)
             except Exception:  # the thread must live: without it every load would wait for its time
                 log.exception("push of request %s failed", round_.order.source.request_id)
             with self._changed:

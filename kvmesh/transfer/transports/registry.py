@@ -9,7 +9,6 @@ engine that uses it.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import resource
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmesh.errors import TransferError
 from kvmesh.plugins import Plugins, load
+from kvmesh.rpc.addresses import is_loopback
 
 if TYPE_CHECKING:
     from kvmesh.transfer.config import EngineConfig
@@ -145,14 +145,7 @@ def stays(config: EngineConfig) -> bool:
 def _on_loopback(config: EngineConfig) -> bool:
     if config.nics or config.tcp_nics:
         return False
-    return all(_is_loopback(host) for host in (config.host, config.advertise_host or config.host))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return all(is_loopback(host) for host in (config.host, config.advertise_host or config.host))
 
 
 def described(choices: Sequence[TransportChoice]) -> str:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -24,26 +25,49 @@ def tree_rss() -> int:
     return total
 
 
+def yield_to_threads(core: Any) -> None:
+    """Sleeps a millisecond after each step that had nothing to compute, as vLLM's own engine process does and an engine
+    within its caller's process does not: threads that load pages would wait for the interpreter."""
+    step = core.step_fn
+
+    def stepped() -> Any:
+        outputs, computed = step()
+        if not computed and core.scheduler.has_requests():
+            time.sleep(0.001)
+        return outputs, computed
+
+    core.step_fn = stepped
+
+
 def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
     model, transfer, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     llm = LLM(model=model, skip_tokenizer_init=True, kv_transfer_config=transfer or None, **options)
+    yield_to_threads(llm.llm_engine.engine_core.engine_core)
     print("@" + json.dumps({"ready": os.getpid()}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         begun = time.perf_counter()
-        sampling = SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"], detokenize=False, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=asked["max_tokens"],
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": asked["transfer"]} if asked.get("transfer") else None,
+        )
         prompts = [TokensPrompt(prompt_token_ids=one) for one in asked["prompts"]]
         if asked.get("forget"):
             llm.reset_prefix_cache()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        llm.llm_engine.step()  # what is ordered as a request ends goes with a step of its own
         answer = {
             "tokens": [list(one.outputs[0].token_ids) for one in outputs],
             "cached": [one.num_cached_tokens for one in outputs],
             "seconds": time.perf_counter() - begun,
             "rss": tree_rss(),
+            "transfer": outputs[0].kv_transfer_params,
         }
         print("@" + json.dumps(answer), flush=True)
     llm.llm_engine.engine_core.shutdown()

@@ -55,7 +55,7 @@ def transfer_config(store: str, **extra: Any) -> dict[str, Any]:
 
 class EngineProcess:
     """Is one vLLM engine in a process of its own (its engine core and worker are threads of it, which saves a minute
-    of imports). `log` has what it printed."""
+    of imports; with tensor parallelism each worker is a process). `log` has what it printed."""
 
     def __init__(
         self,
@@ -111,10 +111,13 @@ class EngineProcess:
     def wait_ready(self) -> None:
         self._told(START_S)
 
-    def ask(self, *prompts: list[int], max_tokens: int = 8, forget: bool = False) -> None:
-        """Begins to answer prompts; `forget`: vLLM's own prefix cache is emptied before."""
+    def ask(
+        self, *prompts: list[int], max_tokens: int = 8, forget: bool = False, transfer: dict[str, Any] | None = None
+    ) -> None:
+        """Begins to answer prompts; `forget`: vLLM's own prefix cache is emptied before. `transfer`: kv_transfer_params
+        of these requests."""
         assert self._process.stdin is not None
-        asked = {"prompts": prompts, "max_tokens": max_tokens, "forget": forget}
+        asked = {"prompts": prompts, "max_tokens": max_tokens, "forget": forget, "transfer": transfer}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
 

@@ -85,6 +85,21 @@ def test_what_failed_to_load_is_computed_and_saved_and_not_loaded_again() -> Non
     assert save.block_ids == (7, 8)
 
 
+def test_ranks_end_a_load_in_steps_of_their_own_and_what_any_of_them_lacks_is_computed() -> None:
+    made, tokens = book(), list(range(18))
+    assert looked_up(made, tokens, b"\1\1\1\1") == 16
+    made.allocated("r", [5, 6, 7, 8], 16)
+    made.step([])
+    made.received([], {7, 99}, True, 0.0)  # one rank's load is over, the other's is not
+    made.received(["r"], {8}, False, 1.0)
+    assert made.match("r", tokens, 0, 1.0).tokens == 0
+    (save,) = made.step([Scheduled("r", tokens, 18, [5, 6, 7, 8, 9])])[1]
+    assert save.block_ids == (7, 8)
+    made.add("s", SPACE, 18)
+    assert made.match("s", tokens, 0, PAUSE_S - 0.1).tokens == 0  # what ran out of time is known from the first rank
+    assert made.match("s", tokens, 0, PAUSE_S).tokens is None
+
+
 def test_after_a_load_that_ran_out_of_time_nobody_looks_up_for_a_while() -> None:
     made, tokens = book(), list(range(18))
     assert looked_up(made, tokens, b"\1\1\1\1") == 16
@@ -148,6 +163,7 @@ class Vllm:
     external: int = 0
     waiting: bool = True
     loading: bool = False
+    failed: bool = False  # a load of it did
     asked: float = 0.0  # when the last lookup was ordered
     found: float | None = None  # when one was answered last, and for how many blocks
     held: int = 0
@@ -201,6 +217,7 @@ class Driven(RuleBasedStateMachine):
             self.content[one.pages[at]] = keys[at]
         one.computed = local * BLOCK + match.tokens
         assert one.computed < len(one.tokens) and match.tokens % BLOCK == 0
+        assert not (one.failed and match.tokens), "loaded again after a load that failed"
         self.book.allocated(name, one.pages, match.tokens)
         if match.tokens:
             one.loading = True
@@ -239,8 +256,13 @@ class Driven(RuleBasedStateMachine):
             for page, key in zip(load.block_ids, load.keys, strict=True):
                 if page not in lost:
                     self.content[page] = key
-            self.book.received([load.request_id], lost, data.draw(st.booleans()), self.now)
-            one.loading = False
+            first = set(data.draw(st.lists(st.sampled_from(sorted(lost))))) if lost else set()
+            if data.draw(st.booleans()):  # a rank tells what it lacks in a step before the last one's
+                self.book.received([], first, data.draw(st.booleans()), self.now)
+                self.book.received([load.request_id], lost - first, data.draw(st.booleans()), self.now)
+            else:
+                self.book.received([load.request_id], lost, data.draw(st.booleans()), self.now)
+            one.loading, one.failed = False, one.failed or bool(lost)
             bad = [one.pages.index(page) for page in lost]
             one.computed = min([one.computed, *(at * BLOCK for at in bad)])
             if not one.computed:

@@ -37,3 +37,27 @@ def test_the_clients_own_defaults_are_kept() -> None:
 def test_what_is_wrong_is_named(extra: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         ConnectorConfig.of(extra)
+
+
+FAR = {"store": "10.0.0.1:7002"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({}, ""),
+        (FAR, "host='127.0.0.1': pool nodes on other machines cannot read"),
+        (FAR | {"host": "::1"}, "host='::1': pool nodes"),
+        (FAR | {"host": "10.0.0.2", "advertise_host": "localhost"}, "host='localhost': pool nodes"),
+        (FAR | {"host": "10.0.0.2"}, ""),
+        (FAR | {"host": "0.0.0.0", "advertise_host": "beta"}, ""),
+        (FAR | {"nics": "eth1"}, ""),
+        (FAR | {"pool": False, "push": True}, "host='127.0.0.1', by default: prompts"),
+        ({"push": True}, "host='127.0.0.1', by default: prompts"),
+        ({"push": True, "host": "127.0.0.1"}, ""),
+    ],
+)
+def test_a_host_that_others_cannot_reach_is_named(extra: dict[str, Any], told: str) -> None:
+    found = ConnectorConfig.of(extra).unreachable()
+    assert found.startswith(told) and bool(found) == bool(told)
+    assert not told or "set host, or advertise_host, in kv_connector_extra_config" in found

@@ -141,6 +141,19 @@ def test_a_push_that_failed_is_looked_up_in_the_pool_and_saved() -> None:
     assert len(made.match("d", TOKENS, 0, 2.0).ask) == 2
 
 
+def test_a_rank_whose_push_failed_says_so_before_the_last_one_ends() -> None:
+    made = book(pool=True)
+    made.add("d", SPACE, len(TOKENS), handed_over())
+    assert made.match("d", TOKENS, 0, 0.0).tokens == 10
+    made.allocated("d", [60, 61, 62], 10)
+    made.received([], {61, 62}, False, 0.5, {"d"})
+    made.received(["d"], set(), False, 1.0)
+    _, (save,) = made.step([Scheduled("d", TOKENS, 10, [60, 61, 62])])
+    assert save.block_ids == (61,)
+    made.add("e", SPACE, len(TOKENS), handed_over())
+    assert "engine p ran out of time" in made.match("e", TOKENS, 0, 5.4).refused
+
+
 def test_an_engine_that_ran_out_of_time_is_left_alone_for_a_while() -> None:
     made = book()
     for name in ("d", "e", "f"):

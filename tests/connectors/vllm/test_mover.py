@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvmesh.connectors.vllm.book import LoadOrder, SaveOrder
 from kvmesh.connectors.vllm.config import ConnectorConfig
-from kvmesh.connectors.vllm.lookup import HeldLookups
-from kvmesh.connectors.vllm.mover import LoadResults, PageMover, Pages
+from kvmesh.connectors.vllm.lookup import NOT_LOOKED_UP, HeldLookups
+from kvmesh.connectors.vllm.mover import NOT_LOADED, NOT_SAVED, LoadResults, PageMover, Pages
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.storeclient import SyncStoreClient
@@ -40,9 +41,9 @@ def pages(seed: int) -> list[Pages]:
 
 
 @contextlib.contextmanager
-def mover(store: str, own: list[Pages], *, rank: int = 0, ranks: int = 1, **more: int) -> Iterator[PageMover]:
+def mover(store: str, own: list[Pages], *, rank: int = 0, ranks: int = 1, **more: Any) -> Iterator[PageMover]:
     words = {"part_kib": 64, "load_staging_mb": 1, "save_staging_mb": 4, **more}
-    config = ConnectorConfig(store=store, namespace="kv", **words)  # type: ignore[arg-type]
+    config = ConnectorConfig(store=store, namespace="kv", **words)
     with SyncStoreClient(config.client()) as client:
         made = PageMover(client, own, rank, ranks, config)
         try:
@@ -140,7 +141,8 @@ def test_blocks_that_find_no_room_are_not_saved(one: Stores) -> None:
         assert room <= counts["blocks_saved"]
 
 
-def test_without_a_store_a_load_ends_in_time_and_a_lookup_finds_nothing() -> None:
+def test_without_a_store_a_load_ends_in_time_and_a_lookup_finds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Both say so, with the setting that may be wrong."""
     target = pages(9)
     before = [layer.copy() for layer in target]
     with mover("127.0.0.1:9", target, load_timeout_ms=300) as reader:
@@ -155,6 +157,18 @@ def test_without_a_store_a_load_ends_in_time_and_a_lookup_finds_nothing() -> Non
         assert answers == [("r", b"")]
         lookups.close()
     assert all(np.array_equal(a, b) for a, b in zip(target, before, strict=True))
+    warnings = [one.getMessage() for one in caplog.records if one.name == "vllm.kvmesh"]
+    assert [kind in told for kind, told in zip((NOT_LOADED, NOT_LOOKED_UP), warnings, strict=True)] == [True, True]
+    assert all("store='127.0.0.1:9' in kv_connector_extra_config" in told for told in warnings)
+
+
+def test_a_save_that_a_node_cannot_read_is_told_once(one: Stores, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine says that it is where nothing listens: the pool node cannot read from there."""
+    with mover(one.address, pages(1), transports="tcp", advertise_host="127.0.0.9") as writer:
+        for name in ("once", "twice"):
+            assert save(writer, SaveOrder((0,), keys(name, 1)))["blocks_not_saved"] == 1
+    (warning,) = [one.getMessage() for one in caplog.records if one.name == "vllm.kvmesh"]
+    assert NOT_SAVED in warning and "127.0.0.9" in warning
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ class VllmServer:
 
     def __init__(self, argv: list[str], log: Path, **more: str) -> None:
         self.log = log
-        self.url = f"http://127.0.0.1:{argv[argv.index('--port') + 1]}"
+        host = argv[argv.index("--host") + 1] if "--host" in argv else "127.0.0.1"
+        self.url = f"http://{host}:{argv[argv.index('--port') + 1]}"
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),

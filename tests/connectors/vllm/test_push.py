@@ -22,6 +22,7 @@ from kvmesh.connectors.vllm.arrivals import ReceivedPages
 from kvmesh.connectors.vllm.book import HandoffOrders, HoldOrder, ReceiveOrder
 from kvmesh.connectors.vllm.mover import Pages
 from kvmesh.connectors.vllm.push_worker import PushWorker
+from kvmesh.connectors.vllm.receiver import NOT_PUSHED
 from kvmesh.connectors.vllm.remote import PushRank, RemotePrefill
 from kvmesh.errors import ConfigError, InvalidRequest, PermissionDenied, ProtocolMismatch
 from kvmesh.rpc import security
@@ -142,7 +143,10 @@ def test_a_load_that_is_aborted_is_over_at_once() -> None:
         {"address": "127.0.0.1:9"},
     ],
 )
-def test_what_cannot_be_pushed_is_computed_without_waiting(wrong: dict[str, Any]) -> None:
+def test_what_cannot_be_pushed_is_computed_without_waiting(
+    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says so, with the setting that may be wrong: the address is a loopback one."""
     with sender(pages(1)) as prefill, receiver(pages(2)) as decode:
         hold(prefill)
         place = prefill.place
@@ -150,6 +154,9 @@ def test_what_cannot_be_pushed_is_computed_without_waiting(wrong: dict[str, Any]
         where = source(place, ticket=wrong.get("ticket", TICKET.hex()))
         over = take(decode, where, ALL, first=wrong.get("blocks", BLOCKS) - BLOCKS)
         assert BLOCKS - 1 in over.failed_pages and not over.late
+    (warning,) = [one.getMessage() for one in caplog.records if one.name == "vllm.kvmesh"]
+    assert NOT_PUSHED in warning and f"of engine prefill at {place.address} (" in warning
+    assert "an engine on another one needs host, or advertise_host" in warning
 
 
 def test_strangers_get_one_clear_error() -> None:

@@ -298,7 +298,7 @@ class LendsAllThreads(PageArrivals):
         (CopiesWhatDidNotLand, "another block's content"),
         (EndsDuringCopies, "somebody else's page|another block's content"),
         (WaitsForItsWriter, "beyond its time"),
-        (TrustsBeforeTheFence, "out of an open window"),
+        (TrustsBeforeTheFence, "out of an open window|one engine has all threads"),  # its thread is lent twice, too
         (UsesAnEpochTwice, "came twice"),
         (LendsAllThreads, "one engine has all threads"),
     ],

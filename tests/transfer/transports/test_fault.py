@@ -107,9 +107,9 @@ def test_given_up_and_yet_under_way(nest: Nest, transport: str, fenced: bool) ->
 def test_chance_is_seeded(nest: Nest, transport: str) -> None:
     def draw() -> list[str]:
         writer, _, segment, base = pair(
-            nest, transport, {"kind": "drop", "probability": 0.5}, max_sendings=1, ack_timeout_s=0.02
+            nest, transport, {"kind": "drop", "probability": 0.5}, max_sendings=1, ack_timeout_s=0.25
         )
-        return [writer.transfer("write", segment, [(0, base, 1)], 1)[0].state.value for _ in range(12)]
+        return [writer.transfer("write", segment, [(0, base, 1)], 1)[0].state.value for _ in range(10)]
 
     first = draw()
     assert first == draw()

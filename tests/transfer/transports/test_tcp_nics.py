@@ -7,11 +7,13 @@ import ipaddress
 import ssl
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
+from kvmesh.transfer.segment import why_no_answer
 from kvmesh.transfer.transports.tcp.nics import Address, PeerNic, decode_nics, resolve, routes, straight
 from tests.support.transfer.networks import HostPeer, Networks, networks
 from tests.support.transfer.peer import pattern
@@ -314,3 +316,34 @@ def test_ipv6_only(nets: Networks, kind: str) -> None:
         hosts.finish(hosts.batch("read"), "read")
     finally:
         hosts.end()
+
+
+# ── one address, which others may not reach ───────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("transports", ["tcp", "auto"])
+def test_a_host_that_advertises_loopback_is_named_elsewhere(nest: Nest, nets: Networks, transports: str) -> None:
+    """The writer dials its own loopback, where nobody listens; its error says what the other one has to set."""
+    nets.wire("eth1", {"a": ["10.1.0.1/24"], "b": ["10.1.0.2/24"]})
+    writer = HostPeer(nets.name("a"), "a#1", EngineConfig(host="10.1.0.1"))
+    nest.peers.append(writer)
+    target = HostPeer(nets.name("b"), "b#1", EngineConfig(transports=(transports,)))
+    nest.peers.append(target)
+    base = target.allocate(MIB)
+    writer.allocate(MIB, seed=1)
+    segment = writer.open(target.descriptor())
+    target.window("a#1", 1, [(base, MIB)])
+    (status,) = writer.transfer("write", segment, [(0, base, MIB)], 1)
+    assert status.state is TransferState.FAILED
+    assert "b#1 runs on this machine in another network namespace and says host='127.0.0.1'" in status.cause
+    assert "set its host, or advertise_host" in status.cause
+
+
+def test_only_a_host_that_cannot_be_right_is_named(nest: Nest) -> None:
+    own = nest.actor("here#1", transports=("tcp",)).engine.local_descriptor()
+    elsewhere = replace(own, machine="another")
+    assert why_no_answer(own, "tcp") == why_no_answer(own, "rdma") == ""
+    assert "here#1 runs on another machine and says host='127.0.0.1'" in why_no_answer(elsewhere, "tcp")
+    for endpoint in ({"host": "10.1.0.1"}, {"host": "beta"}, {}):
+        assert why_no_answer(replace(elsewhere, endpoints={"tcp": endpoint}), "tcp") == ""
+    assert why_no_answer(replace(own, endpoints={"tcp": {"host": "::1"}}), "tcp") == ""  # of an older version

@@ -17,7 +17,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.segment import SegmentDescriptor, why_no_answer
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.dialing import connect_patiently
@@ -242,7 +242,8 @@ class RdmaPath(Wiring):
         while True:
             sock, cause = connect_patiently(self._dial, self.config, lambda: self.closed, self._pause)
             if sock is None:
-                self._unreachable(cause)
+                advice = "" if self.closed else why_no_answer(self.descriptor, "rdma")
+                self._unreachable(f"{cause}: {advice}" if advice else cause)
                 return
             channel = Channel(sock)
             self._connected(channel)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.segment import SegmentDescriptor, why_no_answer
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import Frame, FrameKind, Rail
 from kvmesh.transfer.transports.dialing import begin, connect_patiently
@@ -178,6 +178,8 @@ class TcpStream:
         while True:
             sock, cause = self._connect()
             if sock is None:
+                advice = "" if self.path.closed else why_no_answer(self.path.descriptor, "tcp")
+                cause = f"{cause}: {advice}" if advice else cause
                 break
             self._settled("the connection broke", down=False)
             answers: TcpAnswers | None = None

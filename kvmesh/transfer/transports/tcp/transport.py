@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
+from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor, network_id
 from kvmesh.transfer.transports import wire
 from kvmesh.transfer.transports.base import FrameKind, FrameLimits, Rail, TransportHost
 from kvmesh.transfer.transports.dialing import DialingTransport
@@ -119,8 +119,8 @@ class TcpTransport(DialingTransport):
         host = self.config.advertise_host
         if self._nics:
             first = next(iter(self._nics.values())).addresses[0]
-            return {"host": host or str(first.ip), "port": str(self._port)} | self._endpoints
-        return {"host": host or self.config.host, "port": str(self._port)}
+            return {"host": host or str(first.ip), "port": str(self._port), "network": network_id()} | self._endpoints
+        return {"host": host or self.config.host, "port": str(self._port), "network": network_id()}
 
     # ── NICs ──────────────────────────────────────────────────────────────────────────────────────
 
