@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kvmesh.clock import Tick
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.keys import Keys
 from kvmesh.services.conductor.domain import (
     Action,
     Blocks,
@@ -33,8 +34,10 @@ from kvmesh.services.conductor.domain import (
 )
 from kvmesh.services.conductor.state import ConductorState
 from kvmesh.sim.config import SimConfig
+from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
+from kvmesh.sim.workloads.workload import SimRequest
 
 MODEL = "sim"
 # Where a profiling run looks: chunks behind nothing and behind some, small and large batches.
@@ -51,6 +54,36 @@ PROFILED_ROWS = (
 )
 
 
+def schedule_of(
+    request: SimRequest,
+    name: str,
+    attempt: int,
+    config: SimConfig,
+    avoid: Iterable[str] = (),
+    answered_tokens: int = 0,
+) -> Schedule:
+    """Returns what a gateway asks a conductor for one attempt at a request of this name. `avoid` names whom attempts
+    before it have lost, `answered_tokens` is what they have brought of the answer."""
+    return Schedule(
+        name,
+        attempt,
+        MODEL,
+        request.input_tokens + answered_tokens,
+        config.told_max_tokens,
+        Keys.of(request.keys),
+        request.ttft_slo_s,
+        request.tbt_slo_s,
+        priority=request.priority,
+        lane=request.lane,
+        session=request.session,
+        origin=request.origin,
+        tenant=request.tenant,
+        tenant_weight=request.tenant_weight,
+        avoid=frozenset(avoid),
+        answered_tokens=answered_tokens,
+    )
+
+
 class Brains:
     """All conductors of a simulation: each hears every heartbeat and announcement, and requests go round."""
 
@@ -65,14 +98,14 @@ class Brains:
         self._turn = 0
         self._seqs: dict[str, int] = {}
 
-    def start(self, nodes: Sequence[Node], roles: Sequence[Role]) -> None:
-        """Everybody is a member, and registers."""
+    def start(self, nodes: Iterable[Node], instances: Iterable[Register]) -> None:
+        """The nodes are members, and the instances register: theirs, and those of engines that have no node."""
         members = tuple(Member(node.ref, node.name) for node in nodes)
         now = self._loop.now
         for state in self.states:
             state.step(MembersReset(1, members), now)
-        for node, role in zip(nodes, roles, strict=True):
-            self.register(node, role)
+        for instance in instances:
+            self.register(instance)
         if self._config.orders:
             self.states[0].step(Lead(1), now)
         self._loop.after(self._config.tick_s, self._tick)
@@ -81,20 +114,20 @@ class Brains:
         """A newcomer, perhaps under the name of one that is gone."""
         for state in self.states:
             state.step(MemberJoined(Member(node.ref, node.name)), self._loop.now)
-        self.register(node, role)
+        self.register(self.registration(node, role))
 
     def gone(self, life: Life, how: str) -> None:
         """The store master says so."""
         for state in self.states:
             state.step(MemberGone(life, how), self._loop.now)
 
-    def register(self, node: Node, role: Role) -> None:
-        """Registers a node in this role with every conductor."""
+    def registration(self, node: Node, role: Role) -> Register:
+        """Returns what conductors are told of a node in this role."""
         config, spec = self._config, node.spec
         kept = node.cost.groups
         card = ModelCard(MODEL, MODEL, config.block_tokens, "", 0, 1, (), spec.kv_bytes_per_token, 0, kept)
         pages = spec.kv_tokens // config.block_tokens
-        event = Register(
+        return Register(
             node.ref,
             role,
             node.name,
@@ -105,23 +138,27 @@ class Brains:
             size_weight=config.size_weight if role.prefills else 0.0,
             tenant_fairness=config.tenant_fairness and role is Role.PREFILL,
         )
+
+    def register(self, event: Register) -> None:
+        """Registers an instance with every conductor."""
         for state in self.states:
             for action in state.step(event, self._loop.now):
                 assert not isinstance(action, Refuse), action
 
     def profile(self, node: Node, role: Role, load: Load) -> None:
         """What a profiling run of this hardware has measured comes with its first heartbeat."""
-        times = node.spec.times
-        prefills: tuple[PrefillSample, ...] = ()
-        rows: tuple[DecodeSample, ...] = ()
-        if self._config.profiled and role.prefills:
-            prefills = tuple(
-                PrefillSample(f"profile-{new}-{cached}", new, cached, times.prefill_s([(new, cached)]), 0, 0.0)
-                for new, cached in PROFILED_PREFILLS
-            )
-        if self._config.profiled and role.decodes:
-            rows = tuple(DecodeSample(n, tokens, node.spec.token_s(n, tokens)) for n, tokens in PROFILED_ROWS)
-        self.beat(node, load, prefills=prefills, rows=rows)
+        prefills, rows = self.profiles(node.spec)
+        self.beat(node, load, prefills=prefills if role.prefills else (), rows=rows if role.decodes else ())
+
+    def profiles(self, spec: NodeSpec) -> tuple[tuple[PrefillSample, ...], tuple[DecodeSample, ...]]:
+        """Returns what a profiling run measures, nothing where there was none."""
+        if not self._config.profiled:
+            return (), ()
+        prefills = tuple(
+            PrefillSample(f"profile-{new}-{cached}", new, cached, spec.times.prefill_s([(new, cached)]), 0, 0.0)
+            for new, cached in PROFILED_PREFILLS
+        )
+        return prefills, tuple(DecodeSample(n, tokens, spec.token_s(n, tokens)) for n, tokens in PROFILED_ROWS)
 
     def beat(
         self,
@@ -148,6 +185,10 @@ class Brains:
             tiers=node.uses(),
             outcomes=outcomes,
         )
+        self.hear(beat)
+
+    def hear(self, beat: Heartbeat) -> None:
+        """Every conductor hears a heartbeat."""
         for state in self.states:
             state.step(beat, self._loop.now)
 

@@ -9,7 +9,6 @@ from itertools import groupby
 from math import inf, nan
 
 from kvmesh.errors import KvmeshError, Overloaded
-from kvmesh.kvcache.keys import Keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.services.conductor.domain import (
     Action,
@@ -21,18 +20,16 @@ from kvmesh.services.conductor.domain import (
     Replicate,
     RequestOutcome,
     Role,
-    Schedule,
     SwitchRole,
 )
-from kvmesh.services.gateway.config import GatewayConfig
-from kvmesh.services.gateway.recovery import AttemptRecovery, Failure
-from kvmesh.sim.brains import MODEL, Brains
+from kvmesh.services.gateway.recovery import AttemptRecovery
+from kvmesh.sim.brains import Brains, schedule_of
 from kvmesh.sim.changes import ChangeNoticed, FreezePhase, KillEvent, LeaveEvent, noticed
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.decoder import Decoder
 from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.host import Machine
-from kvmesh.sim.life import Life
+from kvmesh.sim.life import PATIENCE, Life, elsewhere_s
 from kvmesh.sim.links import Links
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import ADDRESS, Node
@@ -96,7 +93,6 @@ class Orders:
 
 STILL = 1e-9  # of what a NIC carries: nothing, for links that must carry something
 ASK_AGAIN_S = 0.25
-PATIENCE = GatewayConfig().patience
 
 
 class Cluster:
@@ -132,7 +128,9 @@ class Cluster:
                 if name not in config.joins_late:
                     self._make(name)
         self.clients = WaitingClients(self.prefills, config.conductor.slo_ttft_s, config.hop_s)
-        self.brains.start(list(self.nodes.values()), list(self.roles.values()))
+        self.brains.start(
+            self.nodes.values(), [self.brains.registration(self.nodes[name], role) for name, role in self.roles.items()]
+        )
         for n, name in enumerate(self.nodes):
             self.brains.profile(self.nodes[name], self.roles[name], self._load(name))
             # They did not all start at once.
@@ -181,26 +179,8 @@ class Cluster:
 
     def _schedule(self, life: Life, avoid: tuple[str, ...] = (), since_s: float = nan) -> None:
         """`avoid`: whom an attempt before it has lost; `since_s`: since when it is without an instance."""
-        request = life.request
         answer = self.brains.schedule(
-            Schedule(
-                life.name,
-                life.attempt,
-                MODEL,
-                life.tokens,
-                self.config.told_max_tokens,
-                Keys.of(request.keys),
-                request.ttft_slo_s,
-                request.tbt_slo_s,
-                priority=request.priority,
-                lane=request.lane,
-                session=request.session,
-                origin=request.origin,
-                tenant=request.tenant,
-                tenant_weight=request.tenant_weight,
-                avoid=frozenset(avoid),
-                answered_tokens=life.made_before,
-            )
+            schedule_of(life.request, life.name, life.attempt, self.config, avoid, life.made_before)
         )
         if isinstance(answer, Refuse):
             self._refused(life, answer, since_s)
@@ -257,15 +237,14 @@ class Cluster:
         assert life.placed is not None
         name = life.placed.decode.instance_id
         life.recovery = life.recovery or AttemptRecovery(PATIENCE)
-        failure = Failure(error, name, answered=0, fresh=0, delivered=False, taken=True)
         try:
-            plan = life.recovery.failed(failure, self._loop.now, chance=1.0)
+            delay_s = elsewhere_s(life.recovery, error, name, self._loop.now)
         except KvmeshError:
             self._refused(life, Refuse(error, "decode"), nan)
             return
         life.avoid = tuple(dict.fromkeys((*life.avoid, name)))
         life.attempt += 1
-        self._loop.after(plan.delay_s, lambda: self._schedule(life, life.avoid))
+        self._loop.after(delay_s, lambda: self._schedule(life, life.avoid))
 
     # ── what instances say ───────────────────────────────────────────────────────────────────────
 
@@ -445,7 +424,7 @@ class Cluster:
         why_not = ""
         if name in self._switching and not (why_not := self._drains(name)):
             self._become(name, self._switching.pop(name).role)
-            self.brains.register(self.nodes[name], self.roles[name])
+            self.brains.register(self.brains.registration(self.nodes[name], self.roles[name]))
         if name in self._leaving:
             why_not = "is leaving"
         told = {"prefills": prefills, "rows": rows, "finished": finished, "outcomes": outcomes}

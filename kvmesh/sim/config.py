@@ -28,10 +28,19 @@ class MeshMode(Enum):
 
 
 class Routing(Enum):
-    """Which coupled instance gets a request."""
+    """Who says which coupled instance gets a request."""
 
     ROUND_ROBIN = "round-robin"
     LEAST_LOADED = "least-loaded"  # the fewest requests
+    # Conductors, by their policy; to them the instances are engines of others (kvmesh/external). Which blocks an engine
+    # holds is believed from what was placed there, or reported by the engine.
+    CONDUCTOR = "conductor"
+    CONDUCTOR_EXACT = "conductor-exact"
+
+    @property
+    def by_conductors(self) -> bool:
+        """Whether the product's conductors decide."""
+        return self in (Routing.CONDUCTOR, Routing.CONDUCTOR_EXACT)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Coupled instances in virtual time, and the plain router before them: what disaggregation is compared with, on as many
-devices. Such an instance computes prompts and answers on the same device, as vLLM did.
+"""Coupled instances in virtual time: what disaggregation is compared with, on as many devices, and what engines of
+others are (coupled_cluster.py). Such an instance computes prompts and answers on the same device, as vLLM did.
 
 One pool of pages in device memory, with a prefix cache of its own (the product's, `kvcache.prefix_cache`). Prompts wait
 first come, first served, and begin when all of their pages are free.
@@ -16,28 +16,36 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.services.decode import rules
-from kvmesh.sim.config import MeshMode, Routing, SimConfig
+from kvmesh.services.gateway.recovery import AttemptRecovery
+from kvmesh.sim.config import MeshMode, SimConfig
 from kvmesh.sim.drafted_rows import SpeculatingRows
 from kvmesh.sim.hardware.times import NodeSpec, Pieces
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.report.records import DONE, FAILED, MeshSample, PoolSample, Record
+from kvmesh.sim.report.records import PoolSample, Record
 from kvmesh.sim.rows import Row, Rows
 from kvmesh.sim.workloads.workload import SimRequest
 
 NO_STEPS = np.zeros(0)
 
 
-class CoupledRow(Row):
-    """One request. `total`: tokens whose KV it needs before its next token, `computed` of them are there."""
+def _ignore() -> None:
+    """Is the `stepped` of an instance that nobody watches."""
 
-    __slots__ = ("cached", "computed", "order", "own", "record", "request", "slot", "total")
+
+class CoupledRow(Row):
+    """One request. `total`: tokens whose KV it needs before its next token, `computed` of them are there. `attempt`,
+    `avoid` and `recovery` are its gateway's."""
+
+    __slots__ = (
+        "attempt", "avoid", "computed", "order", "own", "record", "recovery", "request", "slot", "total",
+    )  # fmt: skip
 
     def __init__(self, number: int, request: SimRequest, record: Record) -> None:
         super().__init__(request.input_tokens, record.output_tokens, record.at_s)
@@ -48,10 +56,14 @@ class CoupledRow(Row):
         self.computed = 0
         self.slot = 0  # the copy of dp that it is a row of
         self.own: list[int] = []  # its pages when it joined: those that it has grown by are counted alone
+        self.attempt = 0
+        self.avoid: tuple[str, ...] = ()
+        self.recovery: AttemptRecovery | None = None
 
 
 class Coupled:
-    """One instance. `ended(guest)`: it made its last token; `failed(guest, reason)`: it never will."""
+    """One instance. `ended(guest)`: it made its last token; `failed(guest, reason)`: it never will. `stepped()`: tokens
+    may have come; `kept(keys)`: blocks that the cache has now, some of them new."""
 
     def __init__(
         self,
@@ -85,6 +97,8 @@ class Coupled:
         self._pieces: list[tuple[CoupledRow, int]] = []  # in the step under way: tokens of each
         self._grown: list[int] = []  # pages that rows have grown by
         self._busy = False
+        self.stepped: Callable[[], None] = _ignore
+        self.kept: Callable[[Sequence[bytes]], None] | None = None
         self.preemptions = 0
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
@@ -109,6 +123,16 @@ class Coupled:
         return len(self.rows) + len(self._prefilling)
 
     @property
+    def waiting(self) -> int:
+        """Requests without."""
+        return len(self._waiting)
+
+    @property
+    def used(self) -> int:
+        """Pages that requests have."""
+        return self.pool.total - self._free
+
+    @property
     def queued_tokens(self) -> int:
         """To compute, as if nothing were cached of those that wait."""
         return sum(g.total for g in self._waiting) + sum(g.total - g.computed for g in self._prefilling)
@@ -116,8 +140,8 @@ class Coupled:
     def add_to(self, pool: PoolSample) -> None:
         """Count it in."""
         sample = self.rows.sample()
-        used = self.pool.total - self.pool.free - self.cache.evictable
-        pool.queued += len(self._waiting)
+        used = self.used
+        pool.queued += self.waiting
         pool.running += self.running
         pool.queued_tokens += self.queued_tokens
         pool.context_tokens += sample[1] if sample is not None else self.rows.context
@@ -133,6 +157,7 @@ class Coupled:
         self._grown += self.pool.allocate(grown)
         for row in over:
             assert isinstance(row, CoupledRow)
+            self._keep_answer(row)
             self._give_back(row)
             self._finish(row)
         self._next()
@@ -142,6 +167,7 @@ class Coupled:
         pieces, self._pieces = self._pieces, []
         for guest, tokens in pieces:
             self._computed(guest, tokens)
+        self.stepped()
         steps = self._room()
         self._admit()
         self._pieces = self._plan()
@@ -222,7 +248,7 @@ class Coupled:
         keys = guest.request.keys[: guest.computed // self._block]
         if self.caches:
             done = min(len(keys), (guest.computed - tokens) // self._block)
-            self.cache.insert(keys, guest.own[: len(keys)], start=done)
+            self._keep(keys, guest.own[: len(keys)], done)
         if guest.computed < guest.total:
             return
         self._prefilling.remove(guest)
@@ -243,6 +269,22 @@ class Coupled:
             self._finish(guest)
 
     # ── pages ────────────────────────────────────────────────────────────────────────────────────
+
+    def _keep(self, keys: Sequence[bytes], pages: Sequence[int], start: int) -> None:
+        self.cache.insert(keys, pages, start=start)
+        if self.kept is not None:
+            self.kept(keys)
+
+    def _keep_answer(self, guest: CoupledRow) -> None:
+        """The blocks of its answer stay, where a later prompt may begin with them."""
+        if self.caches and guest.request.answer_keys:
+            keys = (*guest.request.keys, *guest.request.answer_keys)[: guest.context // self._block]
+            # Pages that rows grow by are alike, so the last ones can be its own.
+            pages = guest.own + self._grown[len(self._grown) - self._grown_by(guest) :]
+            self._keep(keys, pages[: len(keys)], min(len(keys), len(guest.request.keys)))
+
+    def _grown_by(self, guest: CoupledRow) -> int:
+        return max(0, self._blocks(guest.context) - len(guest.own))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block)
@@ -315,7 +357,7 @@ class Coupled:
 
     def _give_back(self, guest: CoupledRow) -> None:
         """Its own pages, and as many as it has grown by."""
-        grown = max(0, self._blocks(guest.context) - len(guest.own))
+        grown = self._grown_by(guest)
         self.pool.release(guest.own)
         self.pool.release(self._grown[len(self._grown) - grown :])
         del self._grown[len(self._grown) - grown :]
@@ -337,62 +379,3 @@ class Coupled:
         assert not (self.live or self._waiting or self._prefilling or self.rows.rows or self._grown)
         self.cache.check_integrity()
         assert self._free == self.pool.total, f"{self.name}: {self._free} of {self.pool.total} pages came back"
-
-
-class CoupledCluster:
-    """`ended` is called once for every request that was `submit`ted."""
-
-    def __init__(self, config: SimConfig, loop: Loop, ended: Callable[[Record], None]) -> None:
-        self._config, self._loop, self._told = config, loop, ended
-        self.instances = [
-            Coupled(f"c{n}", spec, config, loop, self._done, self._failed) for n, spec in enumerate(config.coupled)
-        ]
-        self._number = 0
-        self._turn = -1
-        self.active = 0
-        self.quiet = True  # nothing goes over wires
-
-    def submit(self, request: SimRequest) -> None:
-        """Lets a request arrive now."""
-        self.active += 1
-        self._number += 1
-        instance = self._choose()
-        record = Record.of(request, self._loop.now, self._config.max_output_tokens)
-        record.prefill = record.decode = instance.name
-        guest = CoupledRow(self._number, request, record)
-        self._loop.after(self._config.hop_s, lambda: instance.arrive(guest))
-
-    def _choose(self) -> Coupled:
-        """Chooses an instance; those that are as good take turns."""
-        count = len(self.instances)
-        turns = range(self._turn + 1, self._turn + 1 + count)
-        self._turn = turns[0]
-        if self._config.routing is Routing.LEAST_LOADED:
-            self._turn = min(turns, key=lambda n: self.instances[n % count].live)
-        self._turn %= count
-        return self.instances[self._turn]
-
-    def _done(self, guest: CoupledRow) -> None:
-        self._end(guest.record, DONE, "")
-
-    def _failed(self, guest: CoupledRow, reason: str) -> None:
-        self._end(guest.record, FAILED, reason)
-
-    def _end(self, record: Record, outcome: str, reason: str) -> None:
-        assert not record.outcome, f"{record.request_id} ends twice"
-        self.active -= 1
-        record.outcome, record.reason = outcome, reason
-        self._told(record)
-
-    def sample(self) -> MeshSample:
-        """The pool, now. Its load is the share of pages in use."""
-        pool = PoolSample(len(self.instances))
-        for instance in self.instances:
-            instance.add_to(pool)
-        return MeshSample(self._loop.now, {"coupled": pool}, 0, self.active)
-
-    def check_empty(self) -> None:
-        """AssertionError unless everything came back: after the last request."""
-        assert not self.active
-        for instance in self.instances:
-            instance.check_empty()

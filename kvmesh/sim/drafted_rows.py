@@ -192,6 +192,10 @@ class SpeculatingRows:
     def cut(self) -> None:
         """Somebody waits for the end of the step."""
 
+    def made_since(self, row: Row, left: int) -> list[tuple[int, float]]:
+        """As of `rows.Rows`; tokens of one step come together."""
+        return [(left - row.left, row.last_s)] if left > row.left else []
+
     def context_of(self, row: Row) -> int:
         """Returns the tokens of its KV that whole steps have written by now."""
         return row.context

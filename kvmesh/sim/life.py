@@ -5,8 +5,10 @@ from __future__ import annotations
 from math import nan
 from typing import TYPE_CHECKING
 
+from kvmesh.errors import KvmeshError
 from kvmesh.services.conductor.domain import Placed
-from kvmesh.services.gateway.recovery import AttemptRecovery
+from kvmesh.services.gateway.config import GatewayConfig
+from kvmesh.services.gateway.recovery import AttemptRecovery, Failure
 from kvmesh.services.prefill.compute_progress import ComputeProgress
 from kvmesh.sim.links import Flow
 from kvmesh.sim.report.records import Record
@@ -15,6 +17,16 @@ from kvmesh.sim.workloads.workload import SimRequest
 if TYPE_CHECKING:
     from kvmesh.sim.decoder import Decoder
     from kvmesh.sim.prefiller import Prefiller
+
+
+PATIENCE = GatewayConfig().patience
+
+
+def elsewhere_s(recovery: AttemptRecovery, error: KvmeshError, name: str, now: float) -> float:
+    """Returns how long a gateway waits before it has a request placed elsewhere, which the instance `name` has turned
+    away. Raises the error that the client gets, where its patience has ended."""
+    failure = Failure(error, name, answered=0, fresh=0, delivered=False, taken=True)
+    return recovery.failed(failure, now, chance=1.0).delay_s
 
 
 class Life:

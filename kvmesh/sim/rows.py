@@ -241,6 +241,30 @@ class Rows:
         done = min(max(0, self._passed() - 1), self._steps - 1) if self._timer is not None else 0
         return self.now_of(row) + done
 
+    def made_since(self, row: Row, left: int) -> list[tuple[int, float]]:
+        """Returns the tokens of its answer that were made since it had `left` to make: how many at once, and when. Of
+        steps of one run the first is told alone, since the row may have stood still before it."""
+        if row.joined < 0:
+            return [(left - row.left, row.last_s)] if left > row.left else []
+        done = min(max(0, self._passed() - 1), self._steps - 1) if self._timer is not None else 0
+        first, end = row.until - left, self.step + done  # steps: that of its next token, and the one under way
+        told = [(row.joined - first, row.last_s)] if first < row.joined else []
+        first = max(first, row.joined)
+        if first < end:
+            told.append((1, self._end_of(first)))
+        if first + 1 < end:
+            told.append((end - first - 1, self._end_of(end - 1)))
+        return told
+
+    def _end_of(self, step: int) -> float:
+        """When a step ended, or will."""
+        if step < self.step:
+            return float(self._ended_s[step - self._base])
+        at = step - self.step
+        return (
+            self._start_s + elapsed(self._first, self._slope, at + 1) if self._ends is None else float(self._ends[at])
+        )
+
     def tell(self) -> None:
         """Steps of the run under way that have ended are among `measured` from now on."""
         if self._timer is not None and self._ends is not None:

@@ -9,7 +9,7 @@ from kvmesh.errors import ConfigError
 from kvmesh.loading import rare_collections
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.config import MeshMode, SimConfig
-from kvmesh.sim.coupled import CoupledCluster
+from kvmesh.sim.coupled_cluster import CoupledCluster
 from kvmesh.sim.host import Watch
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.report.records import DONE, MeshSample, Record

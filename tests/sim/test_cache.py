@@ -106,7 +106,9 @@ def conversation() -> list[tuple[int, ...]]:
     pytest.skip(f"{CONVERSATION} is neither in $TEST_TRACES nor in shared/traces")
 
 
-@pytest.mark.parametrize("policy", PUBLISHED)
+@pytest.mark.parametrize(
+    "policy", [policy if policy == "lru" else pytest.param(policy, marks=pytest.mark.long) for policy in PUBLISHED]
+)
 @pytest.mark.slow
 def test_the_published_table(conversation: list[tuple[int, ...]], policy: str) -> None:
     found = [cache.run(conversation, policy, capacity) for capacity in CAPACITIES]

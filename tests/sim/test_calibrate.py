@@ -56,7 +56,7 @@ def quantiles(records: list[Record]) -> list[float]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_known_machine_is_found_again_and_predicts_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     live, served = machine(), requests(70, seed=1)
     lines, _ = record(monkeypatch, live, served)

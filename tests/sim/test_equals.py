@@ -89,7 +89,7 @@ def test_one_hot_instance_leaves_sessions_of_others_where_they_are() -> None:
     ("phase", "letter"),
     [
         pytest.param(SELDOM, "d", id="1/s d"),
-        pytest.param(OFTEN, "p", id="6/s p", marks=pytest.mark.slow),
+        pytest.param(OFTEN, "p", id="6/s p", marks=pytest.mark.long),
         pytest.param(BUSY, "d", id="busy d", marks=pytest.mark.slow),
     ],
 )

@@ -103,7 +103,7 @@ def test_who_is_to_keep_its_role_keeps_it() -> None:
     """Prompts are long and answers short: all decode instances but one would become prefill instances."""
     balance = replace(NEVER_REFUSE.balance, switch_roles=True)
     conductor = replace(NEVER_REFUSE, balance=balance, slo_ttft_s=1.0, slo_tbt_s=1.0)
-    asked = [request(n, 0.05 * n, 1600, 2) for n in range(1000)]
+    asked = [request(n, 0.05 * n, 1600, 2) for n in range(500)]
     left = {}
     for kept in (0, 2):
         samples: list[MeshSample] = []

@@ -65,7 +65,7 @@ def _made(at: Parameters) -> list[Any]:
     return [*found, summary.ttft_slo_s, summary.tbt_slos_s]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_key_of_the_file_is_used() -> None:
     at = read()
     base = _made(at)

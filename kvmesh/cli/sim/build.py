@@ -88,7 +88,7 @@ def count_of(options: Options) -> int | None:
 def config_of(options: Options) -> SimConfig:
     """The machines and their conductor. ConfigError names option and value."""
     from kvmesh.sim.changes import changes_of
-    from kvmesh.sim.config import MeshMode, SimConfig
+    from kvmesh.sim.config import MeshMode, Routing, SimConfig
     from kvmesh.sim.hardware.hardware import hardware
     from kvmesh.sim.hardware.shapes import shape_of
 
@@ -105,6 +105,8 @@ def config_of(options: Options) -> SimConfig:
             f"coupled_mode={options.coupled_mode!r}: choose one of {', '.join(coupled)}", field="coupled_mode"
         )
     mode = coupled[options.coupled_mode] if options.coupled else MeshMode.DISAGGREGATED
+    routing = _member(Routing, "routing", options.routing)
+    live = options.unforeseen or options.conducts_engines
     chunk = options.chunk_tokens or (MIXED_CHUNK if mode is MeshMode.COUPLED_CHUNKED else CHUNK)
     return SimConfig(
         mode=mode,
@@ -124,10 +126,11 @@ def config_of(options: Options) -> SimConfig:
         load_bytes_per_s=gpus_of(options, "coupled" if options.coupled else "decode")
         * gpu.host_bytes_per_s
         * gpu.efficiency.host,
+        routing=routing,
         prefix_cache=options.prefix_cache,
         tenant_fairness=options.tenant_fairness,
         host=_host_of(options),
-        heartbeat_s=(options.heartbeat or (LIVE_HEARTBEAT_MS if options.unforeseen else HEARTBEAT_MS)) / 1000,
+        heartbeat_s=(options.heartbeat or (LIVE_HEARTBEAT_MS if live else HEARTBEAT_MS)) / 1000,
         profiled=not options.unknown,
         noise=options.noise,
         spread=options.spread,

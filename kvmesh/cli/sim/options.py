@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvmesh.sim.workloads.synthetic import LengthDistribution, SyntheticConfig
 
 MAX_RUNS = 64
+LEAST_LOADED = "least-loaded"
+DEFAULT_POLICY = "kvcache"
 
 
 def _opt(default: Any, text: str, metavar: str = "", *, least: int | None = None, flags: tuple[str, ...] = ()) -> Any:
@@ -110,7 +112,9 @@ class Unforeseen:
     join: str | None = _opt(None, "It is not there before; may be one more than --prefill or --decode.", "NODE:AT,...")
     leave: str | None = _opt(None, "It ends what it has, and goes.", "NODE:AT,...")
     heartbeat: float | None = _opt(
-        None, "Between heartbeats; by default 1000, with any of the options above 200, as live.", "MS"
+        None,
+        "Between heartbeats; by default 1000, with any of the options above, or engines of others, 200, as live.",
+        "MS",
     )
 
     @property
@@ -124,7 +128,7 @@ class Deciding:
     """What decides, and by which bounds. SLOs in ms."""
 
     policy: str = _opt(
-        "kvcache",
+        DEFAULT_POLICY,
         "kvcache, cache-aware, least-loaded, power-of-two, round-robin, random, session-hash, or one of an installed "
         "package.",
         "NAME",
@@ -137,6 +141,12 @@ class Deciding:
     )
     threshold: str = _opt("1", "Balancing threshold: a number, or adaptive.", "X")
     fetch: str = _opt("cheaper", "Prefixes of others: cheaper, always or never.", "WHEN")
+    routing: str = _opt(
+        LEAST_LOADED,
+        "Who places at --coupled instances: least-loaded, round-robin, or conductor, by --policy, to whom they are "
+        "engines of others: which blocks they hold is believed; conductor-exact: they report it.",
+        "NAME",
+    )
     conductors: int = _opt(1, "How many.", "N", least=1)
     orders: bool = _opt(False, "Carry out the leader's orders (replicas, roles).")
     retries: int = _opt(
@@ -165,9 +175,16 @@ class Options(Deciding, Unforeseen, Machines, Workload):
             for name in ("closed", "requests", "skip", "max_output"):
                 if getattr(self, name):
                     raise ConfigError(f"{name}={getattr(self, name)}: not with --sessions", field=name)
-        if self.coupled is not None and self.unforeseen:
-            name = next(one.name for one in fields(Unforeseen) if getattr(self, one.name))
-            raise ConfigError(f"{name}={getattr(self, name)}: not with --coupled", field=name)
+        if self.coupled is not None:
+            # Of `unknown` a plain router takes no notice: one sweep may have it and conductors.
+            for name in (one.name for one in fields(Unforeseen) if one.name not in ("unknown", "heartbeat")):
+                if getattr(self, name):
+                    raise ConfigError(f"{name}={getattr(self, name)}: not with --coupled", field=name)
+        elif self.routing != LEAST_LOADED:
+            raise ConfigError(f"routing={self.routing!r}: only with --coupled", field="routing")
+        if self.coupled is not None and not self.conducts_engines and self.policy != DEFAULT_POLICY:
+            why = f"with --coupled only where --routing is conductor or conductor-exact, and it is {self.routing}"
+            raise ConfigError(f"policy={self.policy!r}: {why}", field="policy")
         if self.heartbeat is not None and not 0 < self.heartbeat < math.inf:
             raise ConfigError(f"heartbeat={self.heartbeat:g}: must be over 0 ms", field="heartbeat")
         self._check_meshes()
@@ -201,6 +218,11 @@ class Options(Deciding, Unforeseen, Machines, Workload):
             raise ConfigError(f"micro_batches={self.micro_batches}: must be 1 or 2", field="micro_batches")
 
     @property
+    def conducts_engines(self) -> bool:
+        """Whether conductors place at coupled instances, as at engines of others."""
+        return self.coupled is not None and self.routing.startswith("conductor")
+
+    @property
     def tbt_bounds_s(self) -> list[float]:
         """What goodput is judged by, rising."""
         found = sorted(number_of("tbt_slos", word) for word in self.tbt_slos.split(","))
@@ -232,7 +254,7 @@ class Options(Deciding, Unforeseen, Machines, Workload):
         """For a report: all that was given or has a default; nothing of what does not apply."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         if self.coupled is None:
-            del found["coupled_mode"], found["prefix_cache"]
+            del found["coupled_mode"], found["prefix_cache"], found["routing"]
         return {
             name: str(value) if isinstance(value, Path) else value for name, value in found.items() if value is not None
         }

@@ -33,6 +33,8 @@ what, and what is assumed. Examples:
 
     kvmesh sim run --trace conversation_trace.jsonl --coupled 16 --coupled-mode chunked --admission off
 
+    kvmesh sim run --sessions 48x6 --gpus 1 --model qwen3-8b --coupled 4 --unknown --sweep routing=round-robin,conductor
+
     kvmesh sim run --trace conversation_trace.jsonl --sweep speed=1,2,3 --sweep policy=kvcache,random --out sweep/
 
     kvmesh sim run --synthetic rate=4,applications=50,turns=4,user=800:1.2 --requests 20000 --gpu h800
@@ -148,7 +150,7 @@ def _simulate(options: Options, files: sim_out.RunFiles, name: str) -> dict[str,
     changes: list[dict[str, Any]] = []
 
     def last(system: Any) -> None:
-        if options.unforeseen:
+        if options.unforeseen and options.coupled is None:
             changes.extend(one.to_json() for one in system.changes_noticed())
 
     began = time.monotonic()

@@ -153,6 +153,19 @@ def test_coupled_instances_serve_alone(invoke: Invoke, trace: Path, mode: str) -
     assert told["setup"]["coupled_mode"] == mode
 
 
+def test_conductors_place_at_coupled_instances_as_at_engines_of_others(invoke: Invoke, tmp_path: Path) -> None:
+    args = ("--gpu", "h100", "--gpus", "1", "--model", "llama3-8b", "--coupled", "2", "--unknown", "--out", tmp_path)
+    work = ("--sessions", "3x3,user=600:0,think_s=0.1,start_s=1")
+    told = json.loads(invoke(*work, *args, "--sweep", "routing=round-robin,conductor-exact", "--json").stdout)["runs"]
+    turns, exact = (one["summary"] for one in told)
+    assert turns["outcomes"] == exact["outcomes"] == {"done": 9}
+    assert exact["left_cached"] == 1 > turns["left_cached"]
+    assert exact["ttft_error"]["mean"] is not None and set(exact["pools"]) == {"coupled"}
+    assert told[1]["setup"]["routing"] == "conductor-exact"
+    rows = list(csv.DictReader((tmp_path / "routing=conductor-exact" / "requests.csv").read_text().splitlines()))
+    assert all(row["decode"] == row["prefill"] != "" and float(row["predicted_ttft_s"]) > 0 for row in rows)
+
+
 def test_tables_and_synthetic_sessions_are_served_too(invoke: Invoke, tmp_path: Path) -> None:
     table = tmp_path / "load.csv"
     table.write_text("time_ms,input,output\n" + "".join(f"{at * 100},700,3\n" for at in range(8)))
@@ -210,7 +223,10 @@ def test_tables_and_synthetic_sessions_are_served_too(invoke: Invoke, tmp_path: 
         (("--trace", "TRACE", "--prefill", "2", "--join", "p3:1"), "join='p3': the next one of 2 prefill"),
         (("--trace", "TRACE", "--leave", "p0:1,p0:2"), "leave=p0:1: must be there once for an instance"),
         (("--trace", "TRACE", "--prefill", "1", "--join", "p0:1"), "join=p0:1: must be after another prefill instance"),
-        (("--trace", "TRACE", "--coupled", "2", "--unknown"), "unknown=True: not with --coupled"),
+        (("--trace", "TRACE", "--coupled", "2", "--noise", "0.1"), "noise=0.1: not with --coupled"),
+        (("--trace", "TRACE", "--coupled", "2", "--routing", "x"), "routing='x': choose one of round-robin, least-lo"),
+        (("--trace", "TRACE", "--routing", "conductor"), "routing='conductor': only with --coupled"),
+        (("--trace", "TRACE", "--coupled", "2", "--policy", "random"), "policy='random': with --coupled only where"),
         (("--trace", "TRACE", "--heartbeat", "0"), "heartbeat=0: must be over 0 ms"),
         (("--trace", "TRACE", "--prefill-mesh", "np=2"), "prefill_mesh='np=2': no axis is called 'np'"),
         (("--trace", "TRACE", "--decode-mesh", "tp=3"), "tp=3: must divide the 64 attention heads"),
