@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvmesh.engine import runner as engine
@@ -44,6 +45,8 @@ SHAPE: dict[str, Any] = {
 DECODE = ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (32, 1024), (32, 8192), (72, 1024), (128, 1024), (256, 1024))
 PREFILL = (512, 1024, 2048, 8192, 16384)
 MIXED = ((64, 1024, 512), (256, 1024, 1024))  # rows, tokens before each, tokens of a prompt's chunk
+DRAFTED = ((1, 1024), (8, 1024), (32, 1024))  # requests, tokens before each
+DRAFTS = (3, 7)
 BLOCK_TOKENS = 64
 PAGES_SHARE = 0.7  # of what the weights leave
 WARM, STEPS = 3, 15
@@ -70,7 +73,7 @@ def use_small_shape() -> None:
     }
     globals().update(
         SHAPE=SHAPE | small, DEVICE="cpu", DTYPE="float16", BLOCK_TOKENS=16, DECODE=((1, 16), (3, 20)), PREFILL=(24,),
-        MIXED=((2, 16, 24),), WARM=0, STEPS=1, COPY_BYTES=1 << 20, PRODUCT=64,
+        MIXED=((2, 16, 24),), DRAFTED=((2, 16),), DRAFTS=(3,), WARM=0, STEPS=1, COPY_BYTES=1 << 20, PRODUCT=64,
     )  # fmt: skip
 
 
@@ -199,6 +202,41 @@ def decode_rows(runner: engine.Runner, copy: float, product: float) -> Iterator[
         runner.graphs = graphs
 
 
+def drafted_step(runner: engine.Runner, batch: int, context: int, drafts: int) -> Callable[[], object]:
+    """One step of so many requests, each a row and its drafts, all verified."""
+    need, each = (context + drafts) // BLOCK_TOKENS + 1, 1 + drafts
+    rows = [
+        DecodeInput((17 * i + at) % 300, context + at, tuple(range(i * need, (i + 1) * need)), SampleParams())
+        for i in range(batch)
+        for at in range(each)
+    ]
+    columns = DecodeBatch.of(rows)._replace(lengths=np.full(batch, each, np.int64))
+    return lambda: runner.step((), columns)
+
+
+def drafted_rows(runner: engine.Runner, copy: float, product: float) -> Iterator[Row]:
+    """Steps that verify drafts, with graphs for them in place of those before: call it last. `tokens_per_s` is of
+    requests, as if no draft were kept; a step that keeps all gives 1 + drafts times as many."""
+    work = Work(runner.config)
+    runner.use_pages(
+        runner.attention.pages, True, max_rows=max(rows for rows, _ in DRAFTED), max_tokens=0, max_drafts=max(DRAFTS)
+    )
+    for batch, context in DRAFTED:
+        for drafts in (0, *DRAFTS):
+            step = drafted_step(runner, batch, context, drafts) if drafts else decode_step(runner, batch, context)
+            took = seconds(step)
+            nbytes, _ = work.decode(batch, context)
+            _, flop = work.decode(batch * (1 + drafts), context)
+            yield {
+                "step": f"decode {batch} x {context}, {drafts} drafts each",
+                "graphs": "replayed" if runner.graphs is not None else "launched",
+                "ms": took * 1e3,
+                "tokens_per_s": batch / took,
+                "mbu": nbytes / took / copy,
+                "mfu": flop / took / product,
+            }
+
+
 def mixed_step(runner: engine.Runner, batch: int, context: int, tokens: int) -> Callable[[], object]:
     """One step of so many rows beside a prompt's first chunk."""
     need = context // BLOCK_TOKENS + 1
@@ -280,7 +318,12 @@ def main() -> None:
     print(f"{'step':<20} {'graphs':<9} {'ms':>9} {'tokens/s':>10} {'MBU':>7} {'MFU':>7}")
     told = {"device": name, "torch": torch.__version__, "layers": args.layers, "copy_bytes_per_s": copy}
     rows: list[Row] = []
-    for found in (decode_rows(runner, copy, product), prefill_rows(runner, product), mixed_rows(runner, product)):
+    for found in (
+        decode_rows(runner, copy, product),
+        prefill_rows(runner, product),
+        mixed_rows(runner, product),
+        drafted_rows(runner, copy, product),
+    ):
         for row in found:
             rows.append(row)
             show(row)

@@ -256,7 +256,7 @@ def own(**shape: int) -> ModelConfig:
 
 def test_pieces_reach_to_where_launches_are_hidden_and_are_bounded() -> None:
     llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
-    assert piece_sizes(own(**llama), None)[-1] == 1152
+    assert piece_sizes(own(**llama), None)[-1] == 832
     assert piece_sizes(own(**llama), 300)[-1] == 320
     wide = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 126}
     assert piece_sizes(own(**wide), None)[-1] == LEAST_TOKENS

@@ -38,7 +38,7 @@ from kvmesh.engine.kernels.decode import (
     tiles_of,
 )
 from kvmesh.engine.kernels.fused import rotate_and_write
-from kvmesh.engine.kernels.prefill import paged_prefill, usual, work_of
+from kvmesh.engine.kernels.prefill import LONG_CONTEXT, for_long_contexts, paged_prefill, usual, work_of
 from kvmesh.engine.kernels.tiles import tiles_for
 from kvmesh.engine.kernels.write import write_kv
 from kvmesh.engine.rope import Rotation
@@ -60,6 +60,11 @@ def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copies an array to the device without waiting for the copy."""
     made = torch.from_numpy(np.ascontiguousarray(array))
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Returns the GPU's generation; Hopper's for pages that are on no GPU (tests)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 class ShareSizes(NamedTuple):
@@ -109,7 +114,9 @@ class TritonAttention(AttentionBackend):
         self.windows = sorted({spec.sees for spec in self.specs})  # and chunks
         self.share_programs, self.resident, self.share_dim = self.kv_heads, RESIDENT, self.head_dim
         self.tile = tiles_for(self.head_dim, pages.element_size(), self.block_tokens).keys
-        self.variant = usual(self.head_dim, pages.element_size(), self.block_tokens)  # of prefill
+        cut = self.head_dim, pages.element_size(), self.block_tokens
+        self.variant = usual(*cut)  # of prefill
+        self.long_variant = for_long_contexts(*cut, capability_of(self.device))
         self.decode_tables = LaunchedTables(self)
 
     def queries_for(self, rows: int, times: int = 1) -> int:
@@ -181,7 +188,8 @@ class TritonPrefillPlan(TritonPlan):
         self.backend, self.layers = backend, backend.layers
         block = backend.block_tokens
         tokens = SpanTokens.of(backend, spans)
-        self.variant = backend.variant
+        ends = (span.start + span.length for span in spans)
+        self.variant = backend.long_variant if max(ends, default=0) >= LONG_CONTEXT else backend.variant
         self.positions = backend.tensor(tokens.positions)
         self.slots = backend.tensor((tokens.page_ids * block + tokens.positions % block).astype(np.int32))
         self.table = backend.tensor(table_of(tokens.ids))

@@ -22,6 +22,7 @@ from kvmesh.engine.attention.triton_backend import (
     DecodeTables,
     LaunchedTables,
     ShareSizes,
+    capability_of,
     processors_of,
     sent,
     table_of,
@@ -34,8 +35,6 @@ from kvmesh.engine.kernels.latent_prefill import ENTRY, expanded_variant, latent
 from kvmesh.engine.kernels.latent_write import rotate_and_write_latents
 from kvmesh.engine.rope import Rotation
 
-CAPABILITY = (9, 0)  # for pages that are on no GPU (tests)
-
 
 class TritonLatent(LatentBackend):
     """Attends through Triton's kernels. `decode_tables` serve the steps that are not replayed, and grow with the batch;
@@ -43,13 +42,11 @@ class TritonLatent(LatentBackend):
     and V that are written out one of the absorbed kernel takes."""
 
     capturable = True
-    absorbed_times = 1.5  # both groups of its warps compute all scores; an estimate
+    absorbed_times = 1.5  # of an H200, 128 heads behind 65,536 tokens: 1.3 for 64 queries, 1.6 for 256
 
     def __init__(self, pages: torch.Tensor, sizes: LatentConfig, ups: Sequence[UpProjection]) -> None:
         super().__init__(pages, sizes, ups)
-        on_gpu = self.device.type == "cuda"
-        capability = torch.cuda.get_device_capability(self.device) if on_gpu else CAPABILITY
-        self._capability = capability
+        self._capability = capability = capability_of(self.device)
         self.variant = variant_for(self.num_heads, self.latent, pages.element_size(), capability)
         self.expanded = expanded_variant(pages.element_size(), capability)
         self.processors = processors_of(self.device)

@@ -59,6 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
             PADDED=power_of_two(size),
             ROUND_FIRST=weight.dtype == x.dtype,
             num_warps=4 if size <= WIDE else 8,
+            enable_fp_fusion=False,  # a product is rounded before it is added, as if it had been stored
         )
     return out
 
@@ -115,6 +116,7 @@ def add_rms_norm(
             INNER=inner is not None,
             ROUND_FIRST=weight.dtype == x.dtype,
             num_warps=4 if size <= WIDE else 8,
+            enable_fp_fusion=False,  # a product is rounded before it is added, as if it had been stored
         )
     return out
 

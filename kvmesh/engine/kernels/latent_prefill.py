@@ -35,18 +35,21 @@ class ExpandedVariant(NamedTuple):
 # What the check of a GPU measures beside `expanded_variant`, in two bytes.
 CANDIDATES = (
     ExpandedVariant(64, 64, 4, 2),
-    ExpandedVariant(128, 32, 8, 3),
     ExpandedVariant(128, 64, 8, 2),
+    ExpandedVariant(128, 32, 8, 3),
 )
 
 
 def expanded_variant(itemsize: int, capability: tuple[int, int]) -> ExpandedVariant:
-    """Returns the variant that serves. Two groups of four warps share 128 queries where shared memory has room."""
+    """Returns the variant that serves. On an H200 64 queries a program were faster than 128, by 3 to 11%. One stage in
+    two bytes: with more, tiles are copied beside the products, and an H200 answered wrongly from the second tile of 16
+    tokens on and once read an address that was not there, which the same kernel without such copies does not
+    (docs/reports/cuda.md; `tests/gpu/test_latent_chunks.py` asks each GPU again)."""
     if itemsize > 2:
         return ExpandedVariant(16, 16, 4, 2)
     if (9, 0) <= capability < (12, 0):
-        return ExpandedVariant(128, 64, 8, 2)
-    return ExpandedVariant(64, 32, 4, 2)
+        return ExpandedVariant(64, 64, 4, 1)
+    return ExpandedVariant(64, 32, 4, 1)
 
 
 @triton.jit
@@ -146,16 +149,13 @@ def _attend(
     rope = tl.load(source + NOPE + turned[None, :], mask=real & (turned < ROPE)[None, :], other=0.0)
     # Queries that fill up the tile see what the last one sees.
     where = position + tl.minimum(member, count - 1)
-    best = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    found = tl.zeros([QUERIES, PADDED_VALUE], tl.float32)
     place = row * heads + head
     kept = partial + place[:, None] * VALUE + column[None, :]
     mine = real & (column < VALUE)[None, :]
-    if goes_on != 0:
-        best = tl.load(weights + place, mask=member < count, other=float("-inf"))
-        total = tl.where(best > float("-inf"), 1.0, 0.0)
-        found = tl.load(kept, mask=mine, other=0.0)
+    before = goes_on != 0
+    best = tl.load(weights + place, mask=(member < count) & before, other=float("-inf"))
+    total = tl.where(best > float("-inf"), 1.0, 0.0)
+    found = tl.load(kept, mask=mine & before, other=0.0)
     lines += line.to(tl.int64) * row_stride + LATENT
     expanded += line.to(tl.int64) * expanded_row + head * (NOPE + VALUE)
     mixed = tl.maximum(0, tl.minimum(last, position + 1) - first) // TILE  # the first tile that some query sees in part
@@ -170,12 +170,11 @@ def _attend(
     # A query may have seen nothing so far: of a piece that begins behind it there is no entry, but others of its tile
     # may see the piece.
     answer = found / tl.where(total > 0, total, 1.0)[:, None]
-    if is_last != 0:
-        target = out + row[:, None] * out_row + head * VALUE + column[None, :]
-        tl.store(target, answer.to(out.dtype.element_ty), mask=mine)
-    else:
-        tl.store(kept, answer, mask=mine)
-        tl.store(weights + place, best + tl.log2(tl.where(total > 0, total, 1.0)), mask=member < count)
+    after = is_last == 0
+    target = out + row[:, None] * out_row + head * VALUE + column[None, :]
+    tl.store(target, answer.to(out.dtype.element_ty), mask=mine & (is_last != 0))
+    tl.store(kept, answer, mask=mine & after)
+    tl.store(weights + place, best + tl.log2(tl.where(total > 0, total, 1.0)), mask=(member < count) & after)
 
 
 def latent_prefill(

@@ -31,9 +31,9 @@ class Variant(NamedTuple):
     folded: bool = False
 
 
-# What the check of a GPU measures beside `usual`, for heads of 128 in two bytes and pages of 64 tokens. Two groups of
-# four warps share 128 queries, so that one's products overlap the other's exponents; more stages hide longer loads. The
-# last three need more shared memory than the smallest GPUs have.
+# What the check of a GPU measures beside what serves, for heads of 128 in two bytes and pages of 64 tokens. Two groups
+# of four warps share 128 queries, so that one's products overlap the other's exponents; more stages hide longer loads.
+# The last three need more shared memory than the smallest GPUs have.
 CANDIDATES = (
     Variant(64, 64, 4, 2, folded=True),
     Variant(128, 64, 8, 2),
@@ -48,6 +48,17 @@ CANDIDATES = (
 def usual(head_dim: int, itemsize: int, block_tokens: int) -> Variant:
     """Returns the variant that serves. float32 has no tensor cores at full precision: few queries."""
     return Variant(16 if itemsize > 2 else 64, tiles_for(head_dim, itemsize, block_tokens).keys, 4, 2)
+
+
+LONG_CONTEXT = 8192  # tokens: with fewer, 128 queries a program leave processors without work
+
+
+def for_long_contexts(head_dim: int, itemsize: int, block_tokens: int, capability: tuple[int, int]) -> Variant:
+    """Returns the variant for spans that end behind LONG_CONTEXT tokens: on Hopper, whose shared memory holds three
+    tiles, the fastest that an H200 was found to have, by 4 to 11% (docs/reports/cuda.md)."""
+    if (head_dim, itemsize, capability) == (128, 2, (9, 0)) and block_tokens >= 64:
+        return Variant(128, 64, 8, 3, folded=True)
+    return usual(head_dim, itemsize, block_tokens)
 
 
 @triton.jit

@@ -3,7 +3,7 @@ rows and many, and tiles that lie beyond the last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ def by_choices(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    biases: Sequence[torch.Tensor | None],
     gate: str,
     scale_input: bool,
 ) -> torch.Tensor:
@@ -81,7 +81,8 @@ def test_grouped_products(gate: str, tokens: int, scale_input: bool, biased: boo
     weights = random(tokens, chosen_count, device=device, seed=7).abs()
     assert experts.rows_of_tile(90 * chosen_count, count) == experts.MANY
     found = experts.experts(x, chosen, weights, gate_up, down, *biases, GATES[gate], (ALPHA, LIMIT), scale_input)
-    expected = by_choices(x.cpu(), chosen, weights, gate_up.cpu(), down.cpu(), biases, gate, scale_input)
+    given = (None if bias is None else bias.cpu() for bias in biases)
+    expected = by_choices(x.cpu(), chosen, weights, gate_up.cpu(), down.cpu(), tuple(given), gate, scale_input)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -148,7 +149,8 @@ def test_a_block_over_kernels_answers_as_one_over_a_loop(
     family: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As gpt-oss, Llama 4 and Qwen3-Next are read: biases, clamped gates, scaled inputs, stacked tensors."""
-    del device  # skips where there is no triton; the block is the CPU's
+    if device.type == "cuda":
+        pytest.skip("the block is the CPU's, and kernels reach none of it: Triton's interpreter runs this")
     from kvmesh.engine.kernels import experts
 
     checkpoint = checkpoint_of(family, their_block(family), tmp_path)

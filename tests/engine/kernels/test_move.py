@@ -57,7 +57,7 @@ class Mover:
 
 @pytest.mark.parametrize(
     ("piece", "count", "step_tokens", "programs"),
-    [(16, 40, 0, [64]), (16, 40, 9, [16]), (16, 40, 5000, [4]), (20, 40, 0, []), (16, 3, 0, []), (1 << 20, 2, 0, [])],
+    [(16, 40, 0, [64]), (16, 40, 9, [4]), (16, 40, 5000, [4]), (20, 40, 0, []), (16, 3, 0, []), (1 << 20, 2, 0, [])],
 )
 def test_a_rank_copies_by_the_kernel_what_the_rule_and_the_places_allow(
     piece: int, count: int, step_tokens: int, programs: list[int], device: torch.device

@@ -42,7 +42,7 @@ SHAPES = (
     ("bf16", 256, 2, 64, True),
     ("fp32", 96, 4, 32, False),
 )
-# Of other GPUs than Hopper: what is served most, the widest heads and what spills most. What lies between takes less.
+# What is served most, the widest heads and what spills most. What lies between takes less.
 EXTREMES = (SHAPES[2], SHAPES[4], SHAPES[5])
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT32 = ("of_token", "table", "owners", "requests", "work", "joins", "lengths", "slots", "source", "target", "bits")
@@ -129,8 +129,8 @@ def compiled(kernel: Any, dtype: str, capability: int, warps: int, stages: int, 
 
 
 def main(capability: int, part: str = "", extent: str = "") -> None:
-    """Prints a line for each kernel; for Hopper, or with `extent` "all", of every shape, else of the extremes."""
-    whole = capability == 90 or extent == "all"
+    """Prints a line for each kernel; with `extent` "all" of every shape, else of the extremes."""
+    whole = extent == "all"
 
     def show(name: str, dtype: str, size: int, kernel: Any, warps: int, stages: int = 2, **constants: Any) -> None:
         print(name, dtype, size, *compiled(kernel, dtype, capability, warps, stages, **constants), flush=True)
