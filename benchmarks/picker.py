@@ -5,8 +5,10 @@
 
 A picker and a conductor are processes of their own, with engines registered that do nothing; this one is the proxy, and
 speaks ext-proc (full duplex bodies). A core's rate is told by the CPU seconds that the picker takes for a decision, all
-its threads together, so that other work on the machine does not count; the wall's rate is told beside it. Latencies are
-the proxy's: the body's last piece is written until the endpoints are read, while 1,000 more streams are open.
+its threads together, so that other work on the machine does not count; the wall's rate is told beside it. The limit is
+a server of grpc.aio alone, which answers the same messages with constants and decides nothing: both are asked in turns,
+and `picker_to_limit` is the ratio of their CPU seconds. Latencies are the proxy's: the body's last piece is written
+until the endpoints are read, while 1,000 more streams are open.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from kvmesh.quantiles import quantile
 from kvmesh.rpc import channels, protocol
@@ -33,6 +37,7 @@ from kvmesh.rpc.pb import envoy_external_processor_pb2 as pb
 from kvmesh.rpc.pb import envoy_external_processor_pb2_grpc as pb_grpc
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 
+ROUNDS = 5  # of picker and limit in turn
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, BLOCK_TOKENS, ENGINES = "demo-model", 16, 8
 GOAL_RATE, GOAL_P99_MS = 300.0, 20.0
@@ -41,12 +46,16 @@ _HEADERS = {":method": "POST", ":path": "/v1/completions", "content-type": "appl
 
 
 class BenchedService:
-    """One `kvmesh serve` process. It must be stopped."""
+    """One process that serves, and writes its address into its ready file. It must be stopped."""
 
-    def __init__(self, folder: Path, service: str, *flags: str) -> None:
+    def __init__(self, folder: Path, service: str, *command: str) -> None:
         self._ready = folder / f"{service}.json"
-        command = [sys.executable, "-m", "kvmesh.cli", "serve", service, "--port", "0", "--log-level", "warning"]
-        self._process = subprocess.Popen([*command, "--ready-file", str(self._ready), *flags], cwd=ROOT)
+        self._process = subprocess.Popen([sys.executable, "-m", *command, "--ready-file", str(self._ready)], cwd=ROOT)
+
+    @classmethod
+    def of_kvmesh(cls, folder: Path, service: str, *flags: str) -> BenchedService:
+        """Starts one of kvmesh's services."""
+        return cls(folder, service, "kvmesh.cli", "serve", service, "--port", "0", "--log-level", "warning", *flags)
 
     def wait(self) -> str:
         """Returns its address."""
@@ -64,6 +73,37 @@ class BenchedService:
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(30)
+
+
+class LimitServicer(pb_grpc.ExternalProcessorServicer):
+    """Answers as the picker does, with constants: what is left is the transport's."""
+
+    async def Process(  # type: ignore[override]  # noqa: N802 - it writes its answers
+        self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: Any
+    ) -> None:
+        """Serves one request of a proxy."""
+        endpoint = pb.ProcessingResponse(dynamic_metadata={"endpoint": "127.0.0.1:9"})
+        endpoint.request_headers.response.header_mutation.set_headers.add().header.key = "x-endpoint"
+        seen = pb.ProcessingResponse()
+        seen.response_headers.SetInParent()
+        while (message := await context.read()) is not channels.grpc.aio.EOF:
+            if message.HasField("request_body"):
+                await context.write(endpoint)
+                passed = pb.ProcessingResponse()
+                passed.request_body.response.body_mutation.streamed_response.body = message.request_body.body
+                await context.write(passed)
+            elif message.HasField("response_headers"):
+                await context.write(seen)
+
+
+async def serve_limit(ready: Path) -> None:
+    """Serves LimitServicer until the process is ended."""
+    server = channels.grpc.aio.server(options=[("grpc.http2.min_ping_interval_without_data_ms", 1000)])
+    pb_grpc.add_ExternalProcessorServicer_to_server(LimitServicer(), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await asyncio.to_thread(ready.write_text, json.dumps({"address": f"127.0.0.1:{port}"}))
+    await server.wait_for_termination()
 
 
 async def register(stub: Any, context_tokens: int) -> None:
@@ -203,29 +243,46 @@ async def open_loop(stub: Any, bodies: Sequence[bytes], rate: float) -> list[flo
     return list(await asyncio.gather(*tasks))
 
 
+@dataclass(frozen=True)
+class Benched:
+    """What is measured. `asks` and `asks_limit` are stubs of the picker and of the limit."""
+
+    conductor: BenchedService
+    picker: BenchedService
+    limit: BenchedService
+    asks: Any
+    asks_limit: Any
+
+
 @asynccontextmanager
-async def processes(args: argparse.Namespace) -> AsyncIterator[tuple[BenchedService, BenchedService, Any]]:
-    """Starts both services and yields them with a stub of the picker, once it knows the engines."""
+async def processes(args: argparse.Namespace) -> AsyncIterator[Benched]:
+    """Starts all three and yields them, once the picker knows the engines."""
     with tempfile.TemporaryDirectory() as folder:
         store = ("--store", "127.0.0.1:1", "--lease-ms", "3600000", "--slo-ttft-ms", "3600000")
-        conductor = BenchedService(Path(folder), "conductor", *store, "--admission", "off")
+        conductor = BenchedService.of_kvmesh(Path(folder), "conductor", *store, "--admission", "off")
+        limit = BenchedService(Path(folder), "limit", "benchmarks.picker")
         picker = None
         try:
             address = conductor.wait()
-            model = ("--model", str(args.model), "--served-name", MODEL)
-            picker = BenchedService(Path(folder), "picker", "--conductor", address, *model, "--metrics-port", "0")
-            async with channels.connect(address) as control, channels.connect(picker.wait()) as channel:
+            flags = ("--conductor", address, "--model", str(args.model), "--served-name", MODEL)
+            picker = BenchedService.of_kvmesh(Path(folder), "picker", *flags, "--metrics-port", "0")
+            async with (
+                channels.connect(address) as control,
+                channels.connect(picker.wait()) as channel,
+                channels.connect(limit.wait()) as bare,
+            ):
                 known: Any = conductor_pb2_grpc.ConductorStub(control)  # type: ignore[no-untyped-call]
                 await register(known, args.tokens)
                 beating = asyncio.create_task(beat(known))
                 stub = pb_grpc.ExternalProcessorStub(channel)  # type: ignore[no-untyped-call]
                 try:
                     await _known(stub)
-                    yield conductor, picker, stub
+                    transport: Any = pb_grpc.ExternalProcessorStub(bare)  # type: ignore[no-untyped-call]
+                    yield Benched(conductor, picker, limit, stub, transport)
                 finally:
                     beating.cancel()
         finally:
-            for service in (picker, conductor):
+            for service in (picker, limit, conductor):
                 if service is not None:
                     service.stop()
 
@@ -233,15 +290,23 @@ async def processes(args: argparse.Namespace) -> AsyncIterator[tuple[BenchedServ
 async def measure(args: argparse.Namespace) -> dict[str, float]:
     """Returns the figures."""
     maker = PromptMaker(Tokenizer.load(args.model), args.tokens, args.known, args.sessions)
-    async with processes(args) as (conductor, picker, stub):
+    async with processes(args) as benched:
+        stub = benched.asks
         await closed_loop(stub, maker.bodies(2 * args.sessions), args.at_once)
+        await closed_loop(benched.asks_limit, maker.bodies(2 * args.sessions), args.at_once)
         bodies = maker.bodies(args.requests)
-        before = picker.cpu_s(), conductor.cpu_s()
-        wall_s = await closed_loop(stub, bodies, args.at_once)
-        picker_s, conductor_s = (
-            now - then for now, then in zip((picker.cpu_s(), conductor.cpu_s()), before, strict=True)
-        )
-        rate = len(bodies) / picker_s
+        took_s, wall_s = dict.fromkeys(("picker", "limit", "conductor"), 0.0), 0.0
+        size = -(-len(bodies) // ROUNDS)
+        for some in (bodies[at : at + size] for at in range(0, len(bodies), size)):
+            for name, asked in (("limit", benched.asks_limit), ("picker", stub)):
+                of = benched.picker if name == "picker" else benched.limit
+                before, conductor_s = of.cpu_s(), benched.conductor.cpu_s()
+                seconds = await closed_loop(asked, some, args.at_once)
+                took_s[name] += of.cpu_s() - before
+                if name == "picker":
+                    wall_s += seconds
+                    took_s["conductor"] += benched.conductor.cpu_s() - conductor_s
+        rate = len(bodies) / took_s["picker"]
         hold = asyncio.Event()
         opened = list[float]()
         held = [asyncio.create_task(one(stub, body, hold, opened)) for body in maker.bodies(args.streams)]
@@ -253,7 +318,8 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         held_s = sorted(latencies)
         return {
             "requests": len(bodies), "body_kib": sum(map(len, bodies)) / len(bodies) / 1024,
-            "picker_cpu_ms": 1000 * picker_s / len(bodies), "conductor_cpu_ms": 1000 * conductor_s / len(bodies),
+            **{f"{name}_cpu_ms": 1000 * seconds / len(bodies) for name, seconds in took_s.items()},
+            "picker_to_limit": took_s["picker"] / took_s["limit"],
             "decisions_per_core_s": rate, "decisions_per_s": len(bodies) / wall_s, "streams": args.streams,
             "core_ms": core_ms(),
             "p50_ms": 1000 * quantile(held_s, 0.5), "p99_ms": 1000 * quantile(held_s, 0.99),
@@ -271,7 +337,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=16, help="requests at once while the core's rate is measured")
     parser.add_argument("--streams", type=int, default=1000, help="open streams while latencies are measured")
     parser.add_argument("--rate", type=float, default=0.0, help="decisions a second then; 0: half of the core's rate")
+    parser.add_argument("--ready-file", type=Path, help="serve the limit, and write its address there")
     args = parser.parse_args(argv)
+    if args.ready_file is not None:
+        uvloop.run(serve_limit(args.ready_file))
+        return 0
     found = asyncio.run(measure(args))
     for name, value in found.items():
         print(f"{name:22} {value:10.1f}")

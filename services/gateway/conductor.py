@@ -34,7 +34,7 @@ from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
 
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
-FAST = ("Schedule",)
+FAST = ("Schedule", "Release")
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +123,9 @@ class Conductor:
         request.traceparent = traceparent(parent)
         loop = asyncio.get_running_loop()
         give_up, backoff = loop.time() + self._retry_s, _BACKOFF_S
+        failure: Unavailable | None = None
+        said: Unavailable | None = None  # by a conductor, of the instances: that tells more than that one is silent
         while True:
-            failure: Unavailable | None = None
             for one in self._order:
                 # One that hangs must not eat the time of all.
                 left = min(self._timeout_s / len(self._conductors), deadline - loop.time())
@@ -137,15 +138,15 @@ class Conductor:
                     named = self._named(err, one)
                     if not isinstance(named, Unavailable) or isinstance(named, Paused):
                         raise named from None  # a pause lasts longer than what is waited for here
-                    # What a conductor says of the instances tells more than that another cannot be reached.
-                    failure = named if failure is None or not isinstance(err, _UNSAID) else failure
+                    failure = named
+                    said = said if isinstance(err, _UNSAID) else named
                 else:
                     self._first = self._conductors.index(one)
                     self.placed_at = loop.time()
                     return answer.placement
             assert failure is not None, "there is a conductor"
             if loop.time() + backoff > min(give_up, deadline):
-                raise failure
+                raise said or failure
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 

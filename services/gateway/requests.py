@@ -218,6 +218,7 @@ class Request:
         self._stops: StopStrings | None = None
         self._asks: RequestBuilder | None = None
         self._watching: asyncio.TimerHandle | None = None
+        self._guarding: asyncio.Timeout | None = None
         self._left = 0
         self._turns: dict[int, HeldTurn] = {}  # of answers that wait, or have waited, for an instance to be there
         self._led: set[int] = set()  # answers that were placed once, and have begun their siblings
@@ -395,8 +396,10 @@ class Request:
 
     def guard(self) -> asyncio.Timeout:
         """Around all that is written to the client: one that takes nothing cannot hold the request beyond its deadline
-        and a moment for the last words. TimeoutError then; nobody is left to be told."""
-        return asyncio.timeout_at(self._deadline + _LAST_WORDS_S)
+        and a moment for the last words. TimeoutError then; nobody is left to be told. The moment begins when the
+        deadline is noticed, which is late where the event loop stood still."""
+        self._guarding = asyncio.timeout_at(max(self._deadline, self._loop.time()) + _LAST_WORDS_S)
+        return self._guarding
 
     @property
     def returned(self) -> list[AnswerAttempts]:
@@ -721,4 +724,6 @@ class Request:
         return DeadlinePassed(f"the request was not done within its {self._timeout_s:g} s")
 
     def _expire(self) -> None:
+        if self._guarding is not None and not self._guarding.expired():
+            self._guarding.reschedule(self._loop.time() + _LAST_WORDS_S)
         self._fail(self._late())

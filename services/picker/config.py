@@ -84,8 +84,8 @@ class PickerConfig(ServiceConfig):
     text_cache_mb: int = field(
         default=64,
         metadata={
-            "help": "MiB of known texts of a model, and as much of block keys: a prompt that begins as an earlier one "
-            "did is tokenized and hashed where it is new.",
+            "help": "MiB of known prompts of a model: one that begins as an earlier one did is tokenized and hashed "
+            "where it is new.",
             "min": 1,
         },
     )

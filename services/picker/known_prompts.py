@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvmesh.kvcache.keys import KEY_BYTES, TOKEN_BYTES, Namespace, extend
+from kvmesh.kvcache.keys import KEY_BYTES, TOKEN_BYTES, Namespace, chain_on
 from kvmesh.services.gateway.text.encoded_texts import EncodedText, EncodedTexts
 
 Piece = str | bytes  # of a text; or packed ids
@@ -74,18 +74,17 @@ class KnownPrompts:
         last = found[-1] if found else PromptStep(0, 0, 0, b"", _root(namespace, block_tokens), b"")
         for piece in new:
             encoded = EncodedText(piece, 0) if isinstance(piece, bytes) else next(texts)
-            last = self._put((before, piece), self._after(last, encoded, block_tokens * TOKEN_BYTES))
+            last = self._put((before, piece), self._after(last, encoded, block_tokens))
             found.append(last)
             before = last.number
         return found
 
-    def _after(self, last: PromptStep, piece: EncodedText, block: int) -> PromptStep:
-        packed, digest, keys, at = last.rest + piece.packed, last.digest, [], 0
-        for at in range(block, len(packed) + 1, block):
-            key, digest = extend(digest, packed[at - block : at])
-            keys.append(key)
+    def _after(self, last: PromptStep, piece: EncodedText, block_tokens: int) -> PromptStep:
+        packed = last.rest + piece.packed
+        keys, digest = chain_on(last.digest, packed, block_tokens)
+        rest = packed[len(packed) - len(packed) % (block_tokens * TOKEN_BYTES) :]
         tokens, special = last.tokens + piece.tokens, last.special + piece.special
-        return PromptStep(next(self._numbers), tokens, special, b"".join(keys), digest, packed[at:])
+        return PromptStep(next(self._numbers), tokens, special, keys, digest, rest)
 
     def _put(self, at: tuple[object, Piece], step: PromptStep) -> PromptStep:
         """Returns what is kept there, which another thread may have put."""

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _MAX_ID_CHARS = 100
 _SMALL_WORK_BYTES = 16 << 20
 _SHORT_BODY = 64 << 10  # parsed at once
-_HERE_CHARS = 2048  # so many are tokenized at once, in a millisecond or two
+_HERE_CHARS = 4096  # so many are tokenized at once, in a millisecond where their words are known
 _LIMITS = GatewayLimits(max_messages=65_536)
 _SESSION = b"x-kvmesh-session"
 _BY_LOAD = (

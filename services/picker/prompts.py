@@ -19,7 +19,6 @@ from kvmesh.services.gateway.rest import serving_headers
 from kvmesh.services.gateway.rest.chat import ChatRequest
 from kvmesh.services.gateway.rest.completions import CompletionRequest
 from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates, Rendered
-from kvmesh.services.gateway.text.encoded_texts import EncodedTexts
 from kvmesh.services.gateway.text.prepare import ModelBounds
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from kvmesh.services.picker.known_prompts import KnownPrompts, Piece, PromptStep, in_pieces
@@ -79,16 +78,15 @@ class PromptInPieces:
 
 
 class PromptReader:
-    """Tokenizer, chat template and known prompts of one model. `cache_bytes` is for the texts and for what prompts are
-    after each piece, each."""
+    """Tokenizer, chat template and known prompts of one model, which take up to `cache_bytes`."""
 
     def __init__(self, tokenizer: Tokenizer, *, special_prompts: bool, cache_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._special_prompts = special_prompts
         self._chats = ChatEncoder(tokenizer, ChatTemplates(tokenizer.templates, tokenizer.named_tokens))
-        self.texts = EncodedTexts(tokenizer, cache_bytes)
+        self.texts = tokenizer.words
         self._prompts = KnownPrompts(self.texts, cache_bytes)
-        self._before, self._behind = self._added()
+        self._before, self._behind = map(pack_tokens, tokenizer.around)
 
     def begin(
         self,
@@ -138,12 +136,3 @@ class PromptReader:
         pieces = in_pieces(pack_tokens(ids))
         known = self._prompts.begin(namespace, block_tokens, pieces)
         return self._prompts.finish(namespace, block_tokens, pieces, known)
-
-    def _added(self) -> tuple[bytes, bytes]:
-        """Returns the packed special tokens that the tokenizer writes before and behind a text."""
-        alone = self._tokenizer.encode("a", add_special_tokens=False)
-        whole = self._tokenizer.encode("a", add_special_tokens=True)
-        for at in range(len(whole) - len(alone) + 1):
-            if whole[at : at + len(alone)] == alone:
-                return pack_tokens(whole[:at]), pack_tokens(whole[at + len(alone) :])
-        return b"", b""

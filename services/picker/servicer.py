@@ -166,13 +166,12 @@ class _PickerStream:
         names.PICKER_SERVED.labels(endpoint=self._kind(served, answered=answered, failed=failed)).inc()
         if picked.reserved:
             engine = self._servicer._catalog.at(served)
-            outcome = conductor_pb2.OUTCOME_DONE if answered else conductor_pb2.OUTCOME_CANCELLED
             # Where the proxy does not show the answer's body its end is not seen: it is taken to last as predicted.
             unseen = answered and not failed and not exchange.response_ended and not exchange.watches_response
             self._servicer._releases.add(
                 picked.request_id,
                 engine.instance_id if engine is not None else "",
-                conductor_pb2.OUTCOME_FAILED if failed else outcome,
+                _outcome(exchange.status),
                 picked.stay_s - (time.monotonic_ns() - self._span_start) / 1e9 if unseen else 0.0,
             )
 
@@ -185,3 +184,13 @@ class _PickerStream:
         if served == self._picked.addresses[0]:
             return "chosen"
         return "fallback" if served in self._picked.addresses else "other"
+
+
+def _outcome(status: int) -> conductor_pb2.Outcome.ValueType:
+    """Returns how a request has gone by the status of its answer, 0 when none came. What an endpoint refuses (400, 429)
+    it has not computed."""
+    if not status:
+        return conductor_pb2.OUTCOME_CANCELLED
+    if status >= 500:
+        return conductor_pb2.OUTCOME_FAILED
+    return conductor_pb2.OUTCOME_REFUSED if status >= 400 else conductor_pb2.OUTCOME_DONE

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
 
-from kvmesh.errors import Overloaded, RequestCancelled, Unavailable
+from kvmesh.errors import KvmeshError, Overloaded, RequestCancelled, Unavailable
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.support.gateway.scripted import MODEL, Conductor
 
@@ -40,7 +41,7 @@ async def pair(make_mesh: MeshMaker, request: pytest.FixtureRequest) -> AsyncIte
     if request.param == "door":
         await asyncio.gather(a.door.open("127.0.0.1"), b.door.open("127.0.0.1"))
     addresses = f"{a.server.address},{b.server.address}"
-    mesh = await make_mesh(wait_ready=False, conductor=addresses, schedule_timeout_ms=800, schedule_retry_ms=500)
+    mesh = await make_mesh(wait_ready=False, conductor=addresses, schedule_timeout_ms=4000, schedule_retry_ms=500)
     a.decodes = b.decodes = mesh.decodes
     await until(mesh.status, lambda status: status.ready)
     if request.param == "door":
@@ -108,3 +109,18 @@ async def test_with_nobody_left_there_is_one_clear_error(pair: Pair) -> None:
     response = await pair.mesh.http.post(URL, json=CHAT)
     assert response.status_code == 503
     assert "cannot be reached" in response.json()["error"]["message"]
+
+
+async def test_what_one_said_is_told_although_it_is_silent_when_asked_again(pair: Pair) -> None:
+    await pair.a.stop()
+
+    class Once(deque[KvmeshError]):
+        def popleft(self) -> KvmeshError:
+            pair.b.gate.clear()
+            return super().popleft()
+
+    pair.b.failures = Once([Unavailable("no ready decode instance (d0: silent for 3 s)")])
+    response = await pair.mesh.http.post(URL, json=CHAT)
+    assert response.status_code == 503
+    assert len(pair.b.asked) > 1
+    assert "d0: silent" in response.json()["error"]["message"]

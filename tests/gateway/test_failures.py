@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import openai
@@ -120,6 +121,26 @@ async def test_a_deadline_before_the_first_token_is_504(mesh: Mesh) -> None:
         assert response.json()["error"]["code"] == "deadline_exceeded"
         assert "0.2 s" in response.json()["error"]["message"]
     await cancelled(mesh, 2)
+
+
+@pytest.mark.parametrize("stalled_from_s", [0.0, 0.1])
+async def test_a_deadline_that_a_stalled_event_loop_notices_late_is_504(mesh: Mesh, stalled_from_s: float) -> None:
+    mesh.decodes[0].script = silent
+    headers = {"x-request-timeout-ms": "200"}
+
+    reading = reply.Reply.read
+
+    async def read(self: reply.Reply, body: Any, caller: Any) -> Any:
+        asyncio.get_running_loop().call_later(stalled_from_s, time.sleep, 1.5)  # longer than last words may take
+        if not stalled_from_s:
+            await asyncio.sleep(0.01)
+        return await reading(self, body, caller)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reply.Reply, "read", read)
+        response = await mesh.http.post(URL, json=CHAT, headers=headers)
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
 
 
 async def test_a_deadline_in_a_stream_is_one_error_event(mesh: Mesh) -> None:

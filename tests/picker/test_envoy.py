@@ -37,17 +37,16 @@ QUESTION = {"model": "demo-model", "prompt": "The capital of France is", "max_to
 class EnvoyMesh:
     """Two gateways of one mesh, of which the first is a process that may be killed, a picker and an Envoy."""
 
-    def __init__(self, mesh: MeshRunning, second: Running, picker: Running, envoy: Envoy) -> None:
-        self.mesh, self.second, self.picker, self.envoy = mesh, second, picker, envoy
-        self.gateways = gateways_of(mesh, second)
+    def __init__(
+        self, mesh: MeshRunning, second: Running, picker: Running, envoy: Envoy, http: httpx.AsyncClient
+    ) -> None:
+        self.mesh, self.second, self.picker, self.envoy, self.http = mesh, second, picker, envoy, http
 
     async def ask(self, **more: Any) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=60) as client:
-            return await client.post(f"{self.envoy.url}/v1/completions", **({"json": QUESTION} | more))
+        return await self.http.post(f"{self.envoy.url}/v1/completions", **({"json": QUESTION} | more))
 
     async def metric(self, name: str) -> float:
-        async with httpx.AsyncClient(timeout=60) as client:
-            text = (await client.get(f"http://{self.picker.metrics}/metrics")).text
+        text = (await self.http.get(f"http://{self.picker.metrics}/metrics")).text
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
 
@@ -62,12 +61,16 @@ async def envoy_mesh(folder: Path, mode: str) -> AsyncIterator[EnvoyMesh]:
         config = GatewayConfig(conductor=conductor, model=str(DEMO), port=0, http_port=0)
         async with running(gateway_main.run, config) as second:
             gateways = gateways_of(mesh, second)
-            told = PickerConfig(conductor=conductor, port=0, gateways=gateways, max_body_bytes=1 << 20)
+            # It does not look whether gateways are there: that one has died Envoy finds out, each time.
+            told = PickerConfig(
+                conductor=conductor, port=0, gateways=gateways, gateway_probe="off", max_body_bytes=1 << 20
+            )
             async with (
                 running(picker_main.run, told) as picker,
                 Envoy(folder, picker.address, gateways, mode) as envoy,
+                httpx.AsyncClient(timeout=60) as http,
             ):
-                yield EnvoyMesh(mesh, second, picker, envoy)
+                yield EnvoyMesh(mesh, second, picker, envoy, http)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["FULL_DUPLEX_STREAMED", "BUFFERED"])
@@ -140,11 +143,19 @@ async def test_envoy_is_killed_and_comes_back(mesh: EnvoyMesh) -> None:
 
 
 async def test_a_gateway_that_dies_costs_no_request(mesh: EnvoyMesh) -> None:
-    """The picker names it still for up to a second: then Envoy goes on to the fallback."""
-    pid = mesh.mesh.pid("gateway")
-    mesh.mesh.kill("gateway")
-    answers = await asyncio.gather(*(mesh.ask() for _ in range(12)))
-    assert [one.status_code for one in answers] == [200] * 12
-    assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
-    assert await mesh.metric('kvmesh_picker_served_total{endpoint="fallback"}') >= 1
-    await mesh.mesh.restarted("gateway", pid)
+    """The picker names it still: then Envoy goes on to the fallback. It may be brought back before it is asked: then it
+    dies once more."""
+
+    async def dies() -> bool:
+        pid = mesh.mesh.pid("gateway")
+        mesh.mesh.kill("gateway")
+        answers = await asyncio.gather(*(mesh.ask() for _ in range(12)))
+        assert [one.status_code for one in answers] == [200] * 12
+        assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
+        await mesh.mesh.restarted("gateway", pid)
+        return await mesh.metric('kvmesh_picker_served_total{endpoint="fallback"}') >= 4
+
+    for _ in range(5):
+        if await dies():
+            return
+    pytest.fail("no request met a gateway that was dead")

@@ -42,12 +42,12 @@ def tokens_and_keys(known: KnownPrompts, space: Namespace, block: int, pieces: l
 def test_known_or_new_the_keys_are_those_of_the_whole(
     asked: list[tuple[Namespace, int, int, int, list[str], bool]], room: int
 ) -> None:
-    texts = EncodedTexts(DEMO, 1 << 20)
+    texts = EncodedTexts(DEMO.inner, DEMO.count_special, 1 << 20)
     known = KnownPrompts(texts, room)
     begins = [" ".join(random.Random(n).choices(["one", "two", "three"], k=400)) for n in range(4)]
     for space, block, begin, length, words, as_ids in asked:
         text = begins[begin][:length] + "".join(words) + " end"
-        ids = DEMO.encode(text, add_special_tokens=False)
+        ids = DEMO.inner.encode(text, add_special_tokens=False).ids
         pieces = in_pieces(pack_tokens(ids)) if as_ids else [*texts.cut(text)]
         special = 0 if as_ids else DEMO.count_special(ids)
         assert tokens_and_keys(known, space, block, pieces) == (len(ids), special, chain(space, ids, block))
@@ -55,7 +55,7 @@ def test_known_or_new_the_keys_are_those_of_the_whole(
 
 
 def test_only_what_is_new_is_tokenized_and_hashed() -> None:
-    texts = EncodedTexts(DEMO, 1)  # which remembers nothing
+    texts = EncodedTexts(DEMO.inner, DEMO.count_special, 1)  # which remembers nothing
     known = KnownPrompts(texts, 1 << 20)
     begin = " ".join(random.Random(1).choices(["one", "two", "three"], k=2000))
     first, second = ([*texts.cut(begin + end)] for end in (" and an end", " and quite another one"))
@@ -68,12 +68,12 @@ def test_only_what_is_new_is_tokenized_and_hashed() -> None:
 
 
 def test_threads_agree() -> None:
-    texts = EncodedTexts(DEMO, 1 << 20)
+    texts = EncodedTexts(DEMO.inner, DEMO.count_special, 1 << 20)
     known = KnownPrompts(texts, 40_000)
     rng = random.Random(2)
     begins = [" ".join(rng.choices(["alpha", "beta", "gamma"], k=300)) for _ in range(3)]
     bodies = [rng.choice(begins) + " " + " ".join(rng.choices(["x", "yy"], k=100)) for _ in range(30)]
-    right = [chain(SPACES[0], DEMO.encode(body, add_special_tokens=False), 16) for body in bodies]
+    right = [chain(SPACES[0], DEMO.inner.encode(body, add_special_tokens=False).ids, 16) for body in bodies]
     wrong = []
 
     def work() -> None:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.rpc.pb import conductor_pb2
 from kvmesh.rpc.pb import envoy_external_processor_pb2 as pb
-from kvmesh.telemetry import spans
+from kvmesh.telemetry import names, spans
 from tests.picker.conftest import MODEL, TIMEOUT_S, PickerMesh, picker_mesh
 from tests.support.ext_proc import (
     BUFFERED,
@@ -107,6 +107,32 @@ async def test_what_a_fallback_has_answered_is_learnt_there(mesh: PickerMesh) ->
     await placed(mesh, body, answered_by=other)
     await nothing_pending(mesh)
     assert (await placed(mesh, completion(prompt(3) + " more"))).endpoints[0] == other
+    await nothing_pending(mesh)
+
+
+async def believed_cached(mesh: PickerMesh, body: Any) -> int:
+    """Of the next request of that body: the tokens that the conductor takes to be at the engine it chose."""
+    seen: list[int] = []
+
+    def emit(name: str, own: Any, parent: Any, *rest: Any) -> None:
+        if name == names.SPAN_PLACE:
+            seen.append(rest[2][names.PREDICTED_CACHED_TOKENS])
+
+    spans.use(None, emit)
+    try:
+        await placed(mesh, body, headers=post(traceparent=f"00-{7:032x}-{8:016x}-01"))
+    finally:
+        spans.use(None)
+    (found,) = seen
+    return found
+
+
+@pytest.mark.parametrize(("status", "learnt"), [(200, True), (400, False), (429, False), (500, False)])
+async def test_what_an_engine_refuses_is_not_learnt_there(mesh: PickerMesh, status: int, learnt: bool) -> None:
+    body = completion(prompt(1000 + status))
+    await placed(mesh, body, status=status)
+    await nothing_pending(mesh)
+    assert (await believed_cached(mesh, body) > 0) == learnt
     await nothing_pending(mesh)
 
 

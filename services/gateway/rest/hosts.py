@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvmesh.errors import KvmeshError
-from kvmesh.rpc.exposure import is_loopback
+from kvmesh.rpc.addresses import is_loopback
 from kvmesh.services.gateway.config import GatewayConfig
 from kvmesh.services.gateway.generation import brief_repr
 from kvmesh.services.gateway.rest.http import Receive, Scope, Send, send_error

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from kvmesh.errors import CheckpointError
+from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.services.gateway.text.detokenize import (
     Detokenizer,
     TableDetokenizer,
@@ -21,6 +22,9 @@ from kvmesh.services.gateway.text.detokenize import (
     byte_level_piece,
     fallback_piece,
 )
+from kvmesh.services.gateway.text.encoded_texts import EncodedTexts
+
+_WORDS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,34 @@ class Tokenizer:
         return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; releases the GIL while it works."""
-        return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Token ids of `text`. The GIL is released while words that are not known are tokenized."""
+        return self._encode(self.words, text, add_special_tokens)
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without the special tokens that are added around one."""
-        return [one.ids for one in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+    @cached_property
+    def words(self) -> EncodedTexts:
+        """The words of texts that were tokenized lately."""
+        return EncodedTexts(self._inner, self.count_special, _WORDS_BYTES)
+
+    @cached_property
+    def _literal_words(self) -> EncodedTexts:
+        literal = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        literal.encode_special_tokens = True
+        return EncodedTexts(literal, self.count_special, _WORDS_BYTES)
+
+    def _encode(self, words: EncodedTexts, text: str, add_special_tokens: bool) -> list[int]:
+        before, behind = self.around if add_special_tokens else ([], [])
+        return [*before, *unpack_tokens(words.encode_pieces([text])[0].packed), *behind]
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that are written before and behind a text. Raises CheckpointError where they depend on the
+        text."""
+        for text in ("a", "0", "."):  # not every vocabulary has a letter
+            alone, whole = (self._inner.encode(text, add_special_tokens=added).ids for added in (False, True))
+            for at in range(len(whole) - len(alone) + 1 if alone else 0):
+                if whole[at : at + len(alone)] == alone:
+                    return whole[:at], whole[at + len(alone) :]
+        raise CheckpointError("tokenizer.json: where it writes special tokens depends on the text", field="model")
 
     @property
     def inner(self) -> tokenizers.Tokenizer:
@@ -90,13 +116,7 @@ class Tokenizer:
 
     def encode_as_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, in which nothing is a special token whatever it says."""
-        return self._literal.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-
-    @cached_property
-    def _literal(self) -> tokenizers.Tokenizer:
-        literal = tokenizers.Tokenizer.from_str(self._inner.to_str())
-        literal.encode_special_tokens = True
-        return literal
+        return self._encode(self._literal_words, text, add_special_tokens)
 
     @cached_property
     def _counted(self) -> frozenset[int]:
