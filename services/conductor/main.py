@@ -96,7 +96,7 @@ class ConductorService(runner.ServiceRunner):
     def door(self) -> ControlFastPath:
         """Returns the fast path for what instances and gateways call most often."""
         service = pb.DESCRIPTOR.services_by_name["Conductor"]
-        methods = ("Heartbeat", "Schedule")
+        methods = ("Heartbeat", "Schedule", "Release")
         return ControlFastPath(
             service,
             self._servicer,

@@ -20,6 +20,7 @@ from kvmesh.services.conductor.candidates.columns import Columns, View
 from kvmesh.services.conductor.costs.accuracy import PredictionError, PredictionKind, group_of
 from kvmesh.services.conductor.domain import (
     Action,
+    BlockKnowledge,
     Blocks,
     Cordon,
     CordonState,
@@ -32,6 +33,7 @@ from kvmesh.services.conductor.domain import (
     ModelCard,
     NewestWeights,
     OrderEnded,
+    Outcome,
     OutOfStep,
     Refuse,
     Register,
@@ -327,6 +329,8 @@ class ConductorState:
             return error
         old = self._fleet.named(event.ref.instance_id)
         if old is not None and self._fleet.is_same(event):
+            if event.knowledge is not old.knowledge:
+                self._index.pending.forget_confirmed(old.slot)  # what it reports now counts
             old.become(event)
             old.last_seen = now
             old.lease.tell(self.pacing.pulse)
@@ -366,6 +370,8 @@ class ConductorState:
         if beat.seq >= instance.last_seq:  # a call that was overtaken tells an older load
             instance.last_seq = beat.seq
             stale = self._fleet.stale(instance)
+            if instance.ready and not beat.ready and instance.knowledge is BlockKnowledge.FALLBACK:
+                self._index.pending.forget_confirmed(instance.slot)  # its engine is lost: another may answer there next
             instance.ready = beat.ready and not stale
             instance.not_ready_reason = beat.not_ready_reason or stale
             instance.load = beat.load
@@ -382,7 +388,8 @@ class ConductorState:
         """Takes away what a placement reserved. Only what it blames an instance for is taken for its outcome: lengths
         and times of the answer are known to those who made it."""
         served = self._fleet.named(event.served_by) if event.served_by else None
-        self._ledger.release(event.request_id, served, now)
+        computed = event.outcome in (Outcome.DONE, Outcome.CANCELLED)  # else it has not taken the prompt
+        self._ledger.release(event.request_id, served if computed else None, now)
         if served is not None:
             outcome = RequestOutcome(event.request_id, 0, event.outcome, blamed=served.ref.instance_id)
             self._breakers.record_outcome(served.ref.life, outcome, now)

@@ -169,7 +169,7 @@ class CompiledBounds(CostBounds):
             told.queue = told.short_queue = _at(self.queue_s)
         if self.short_queue_s is not self.queue_s:
             told.short_queue = _at(self.short_queue_s)
-        if rare(RareField.YIELDS):
+        if rare(RareField.YIELDS) or self.scoring.overtaking.by_tenant:
             told.yielding = _at(self.yielding_s)
 
     def _kept(self, found: PromptBounds) -> int:

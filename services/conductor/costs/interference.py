@@ -42,8 +42,7 @@ def shared(
     if not rows:
         return NOBODY
     chunks = instance.chunks(computed)
-    step_s = instance.decode.predict(rows, batch.context_tokens)
-    admission_step_s = instance.decode.admission_s(rows, batch.context_tokens, now)
+    step_s, admission_step_s = instance.decode.both(rows, batch.context_tokens, now)
     busy_s = instance.queue.wait_s(now) + prompt_s
     return PromptAmongRows(
         rows,

@@ -4,6 +4,7 @@ what its reports teach.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from kvmesh.services.conductor.costs.accuracy import Accuracy, Calibration, Pred
 from kvmesh.services.conductor.costs.interference import without_rows_s
 from kvmesh.services.conductor.costs.plausible import plausible_decode, plausible_prefill
 from kvmesh.services.conductor.domain import (
+    BlockKnowledge,
     Heartbeat,
     Lane,
     Life,
@@ -34,12 +36,13 @@ from kvmesh.services.conductor.placing.placement import PlacementChoice
 from kvmesh.services.conductor.placing.timeline import pull_after_s
 from kvmesh.services.conductor.prefixes.fetch_plan import FetchSegment, lives_of, sizes_of
 from kvmesh.services.conductor.prefixes.index import Index
-from kvmesh.services.conductor.prefixes.pending import ends, marks
+from kvmesh.services.conductor.prefixes.pending import Marks, ends, marks
 from kvmesh.services.conductor.prefixes.tier_times import TierLoads
 from kvmesh.services.conductor.settings import Settings
 
 MAX_PREDICTED_TOKENS = 4096
 MAX_PROMISED = 16_384
+MAX_OVERDUE = 1_024
 
 
 @dataclass(slots=True)
@@ -51,6 +54,10 @@ class _Placed:
     holders: int
     below: bool  # whether lower tiers had to read for it
     only: tuple[Life, Tier] | None  # all of it came out of that one
+    # Marks and their cache groups, at an external instance: nobody may tell when the prompt is computed, as others ask
+    # its engine, too.
+    keys: Marks = ()
+    masks: bytes = b""
 
 
 class _Beside(TypedDict):
@@ -93,6 +100,7 @@ class Ledger:
         self.calibration = Calibration()
         self._others: dict[str, OtherConductors] = {}  # by model name
         self._placed: dict[str, _Placed] = {}
+        self._overdue: OrderedDict[str, _Placed] = OrderedDict()  # at external instances: forgotten, and not yet ended
         self._promised: OrderedDict[str, _Promise] = OrderedDict()
 
     def __len__(self) -> int:
@@ -173,8 +181,16 @@ class Ledger:
         self.wires.outgoing.add(name, loads, until, loads_later, now + delay_s)
         self._flows(name, choice, own, now, now + delay_s, until)
         holders = len({segment.holder.ref.life for segment in p.segments if not segment.own})
+        kept = (promised, masks) if p.instance.external else ((), b"")
         self._placed[name] = _Placed(
-            p.instance, d.instance, p.ahead_bytes, p.push_ahead, holders, p.tier is not Tier.DRAM, _only(p.segments)
+            p.instance,
+            d.instance,
+            p.ahead_bytes,
+            p.push_ahead,
+            holders,
+            p.tier is not Tier.DRAM,
+            _only(p.segments),
+            *kept,
         )
         self._touch(p.instance.ref.instance_id)
         self._touch(d.instance.ref.instance_id)
@@ -272,9 +288,15 @@ class Ledger:
     def _computed(self, instance: Instance, s: PrefillSample, now: float) -> None:
         work = instance.queue.finish(s.request_id, now, done=True)
         if work is not None:
-            until = now + self._settings.confirmed_s
-            self._index.confirm(instance.ref.life, instance.slot, work.keys, until, work.masks)
+            self._confirm(instance, work.keys, work.masks, now)
         self.wires.end(s.request_id)
+
+    def _confirm(self, instance: Instance, keys: Marks, masks: bytes, now: float) -> None:
+        """These blocks of a prompt are there. An engine of others that does not report its blocks announces none of
+        those that others have asked it for: they count until later ones take their place, or it is lost."""
+        forever = instance.knowledge is BlockKnowledge.FALLBACK
+        until = math.inf if forever else now + self._settings.confirmed_s
+        self._index.confirm(instance.ref.life, instance.slot, keys, until, masks)
 
     def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:
         fits = instance.fits
@@ -338,28 +360,29 @@ class Ledger:
             del self._placed[request_id]
 
     def release(self, request_id: str, served: Instance | None, now: float) -> None:
-        """The request is over, as whoever asked for its placement says. `served` is the instance that answered, if one
-        did: then its prompt's blocks are taken to be there, as after a report of a prefill. Another one than was chosen
-        may have answered. A request that is not known is passed over."""
-        placed = self._placed.get(request_id)
+        """Takes the request for over, as whoever asked for its placement says. `served` is the instance that took its
+        prompt, if one did: then its blocks are taken to be there, as after a report of a prefill. Another one than was
+        chosen may have answered. A request that is not known is passed over."""
+        overdue = self._overdue.pop(request_id, None)
+        placed = self._placed.get(request_id, overdue)
         if placed is None:
             return
         chosen = placed.prefill
         computed_at = chosen if served is placed.decode else served
-        work = chosen.queue.works.get(request_id)
+        work = chosen.queue.works.get(request_id)  # None: it has long been due to be computed
+        keys, masks = (placed.keys, placed.masks) if work is None else (work.keys, work.masks)
         if computed_at is chosen:
             chosen.queue.finish(request_id, now, done=True)
             placed.decode.batch.finish(request_id, now)
-            del self._placed[request_id]
+            self._placed.pop(request_id, None)
             self.wires.end(request_id)
             self._touch(chosen.ref.instance_id)
             self._touch(placed.decode.ref.instance_id)
         else:
             self.withdraw(request_id, now)
         self._promised.pop(request_id, None)
-        if work is not None and computed_at is not None and computed_at.model.cost == chosen.model.cost:
-            until = now + self._settings.confirmed_s
-            self._index.confirm(computed_at.ref.life, computed_at.slot, work.keys, until, work.masks)
+        if keys and computed_at is not None and computed_at.model.cost == chosen.model.cost:
+            self._confirm(computed_at, keys, masks, now)
 
     def lost(self, instance: Instance) -> None:
         """Its life is over: nothing placed there counts any more."""
@@ -379,7 +402,11 @@ class Ledger:
             self._touch(instance.ref.instance_id)
         for request_id in instance.batch.expired(now):
             instance.batch.drop(request_id)
-            self._placed.pop(request_id, None)
+            placed = self._placed.pop(request_id, None)
+            if placed is not None and placed.keys:
+                self._overdue[request_id] = placed
+                if len(self._overdue) > MAX_OVERDUE:
+                    self._overdue.popitem(last=False)
             self._touch(instance.ref.instance_id)
 
 

@@ -97,6 +97,7 @@ class PrefillQueue:
         self._left_s = self._come_s = 0.0
         self._busy_s = 0.0  # without a break, and nothing was computed in it yet
         self._ranked = 0  # of `works`
+        self.coming_tokens = 0  # that `works` are to compute
         # Predicted seconds of `works`, of the long ones among them, and chunks of these.
         self._works_s = self._long_s = 0.0
         self._chunks = 0
@@ -249,6 +250,7 @@ class PrefillQueue:
         return work
 
     def _count(self, work: PrefillWork, sign: int) -> None:
+        self.coming_tokens += sign * work.computed_tokens
         self._works_s = self._works_s + sign * work.seconds if self.works else 0.0
         tenant = self._tenants.setdefault(work.tenant, TenantWork())
         tenant.works += sign
@@ -288,7 +290,7 @@ class PrefillQueue:
         lost = list(self.works.values())
         self.works.clear()
         self._tenants.clear()
-        self._ranked = self._chunks = 0
+        self._ranked = self._chunks = self.coming_tokens = 0
         self._works_s = self._long_s = 0.0
         self._backlog_s = self._left_s = self._come_s = self._busy_s = 0.0
         self._unfinished = None

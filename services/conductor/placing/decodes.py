@@ -72,7 +72,10 @@ def choice(
     step_s, admission_step_s = steps(instance, size, batch.context_tokens + request.prompt_tokens, now)
     blocks = instance.blocks_for(request.prompt_tokens + 1)
     whole = instance.blocks_for(request.prompt_tokens + max(1, request.max_tokens))
-    sent = model.cost.handoff(request.prompt_tokens, at_decode)
+    tail_s = 0.0
+    if not alone:
+        sent = model.cost.handoff(request.prompt_tokens, at_decode)
+        tail_s = instance.fits.transfer.tail_s(sent, float("inf"), score.shared_bytes(sent, arriving))
     return DecodeChoice(
         instance,
         at_decode,
@@ -80,7 +83,7 @@ def choice(
         admission_tbt_s=admission_step_s,
         landing_wait_s=batch.landing_wait_s(blocks, pages=alone),
         slot_wait_s=batch.drain_s(too_many) if too_many else 0.0,
-        tail_s=0.0 if alone else instance.fits.transfer.tail_s(sent, float("inf"), score.shared_bytes(sent, arriving)),
+        tail_s=tail_s,
         arriving=arriving,
         page_wait_s=0.0 if alone else batch.page_wait_s(blocks),
         short=batch.free_blocks < min(whole, instance.capacity_blocks),
@@ -99,10 +102,9 @@ def steps(instance: Instance, requests: float, context_tokens: float, now: float
     if instance.mixes:
         busy_s += instance.queue.coming_share * stay_s
     if busy_s > 0:
-        chunk = instance.chunk_tokens
-        step_s = score.mixed_tbt_s(step_s, instance.prefill.predict(chunk, 0), busy_s, stay_s)
-        chunk_s = instance.prefill.admission_s(chunk, 0, now)
-        admission_step_s = score.mixed_tbt_s(admission_step_s, chunk_s, busy_s, stay_s)
+        chunk_s, admission_chunk_s = instance.prefill.both(instance.chunk_tokens, 0, now)
+        step_s = score.mixed_tbt_s(step_s, chunk_s, busy_s, stay_s)
+        admission_step_s = score.mixed_tbt_s(admission_step_s, admission_chunk_s, busy_s, stay_s)
     return step_s, instance.margins.tbt.of(admission_step_s, others)
 
 

@@ -195,9 +195,8 @@ def _room(request: Schedule, option: Option) -> RoomCandidate:
     prompt."""
     assert option.choice is not None, "an option that passes has a choice"
     engine, prompt = option.decode, option.choice.prefill
-    coming = sum(work.computed_tokens for work in engine.queue.works.values())
     kept, most = engine.load.store_blocks, engine.load.store_capacity or engine.capacity_blocks
-    drops = kept + engine.blocks_for(coming + prompt.computed_tokens) - most
+    drops = kept + engine.blocks_for(engine.queue.coming_tokens + prompt.computed_tokens) - most
     return RoomCandidate(option.cost_s, (round(prompt.queue_s, 3), engine.batch.requests), drops)
 
 
@@ -451,12 +450,16 @@ def weigh_alone(
         scoring.fetch,
         overtaking=scoring.overtaking,
     )
-    fits = pick_decode(request, [decode], scoring)
-    found = pick_prefill([candidate], decode.landing_wait_s, scoring)
-    refused = fits if isinstance(fits, Refuse) else found if isinstance(found, Refuse) else None
-    if isinstance(found, Refuse):
-        found = min(candidate.options, key=lambda o: o.admission_ttft_s)
-    until = candidate.load_until(found, scoring.ttft_slo_s - decode.landing_wait_s)
+    slo_s = scoring.ttft_slo_s - decode.landing_wait_s
+    found, refused = candidate.best(slo_s, scoring.tbt_slo_s), None
+    if found is None or not scoring.judge.decode(decode).passes:
+        fits = pick_decode(request, [decode], scoring)
+        best = pick_prefill([candidate], decode.landing_wait_s, scoring)
+        refused = fits if isinstance(fits, Refuse) else best if isinstance(best, Refuse) else None
+        if isinstance(best, Refuse):
+            best = min(candidate.options, key=lambda o: o.admission_ttft_s)
+        found = best
+    until = candidate.load_until(found, slo_s)
     return SingleInstance(PlacementChoice(found, decode, load_until=until), refused)
 
 

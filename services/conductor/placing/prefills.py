@@ -317,8 +317,11 @@ def _choice(
     # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
     fetched = bool(segments) and all(segment.tier is Tier.DRAM for segment in segments)
     spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
-    pushed = model.cost.handoff(request.prompt_tokens, spared) if spared < ALL_BLOCKS else 0
-    push_ahead = score.shared_bytes(pushed, planner.outgoing.ahead(instance.ref.life), there.arriving)
+    pushed = push_ahead = 0
+    tail_s = 0.0
+    if spared < ALL_BLOCKS and (pushed := model.cost.handoff(request.prompt_tokens, spared)):
+        push_ahead = score.shared_bytes(pushed, planner.outgoing.ahead(instance.ref.life), there.arriving)
+        tail_s = instance.transfer.tail_s(pushed, prefill_s, push_ahead)
     queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, overtaking)
     return PrefillChoice(
         instance,
@@ -330,7 +333,7 @@ def _choice(
         load_s=took.load_s,
         fetch_s=took.fetch_s,
         prefill_s=prefill_s,
-        tail_s=instance.transfer.tail_s(pushed, prefill_s, push_ahead),
+        tail_s=tail_s,
         admission_prefill_s=admission_s + beside.slower_s,
         segments=segments,
         fetched_to=cached_blocks if segments else 0,

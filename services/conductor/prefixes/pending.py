@@ -2,8 +2,8 @@
 
 A block counts from its placement on, because the request before it in the queue will have computed or fetched it. The
 worker's report confirms it; the end of a request without a report withdraws it. It is removed when the node store
-announces it, or a bounded time after it was confirmed, since a full store seals nothing. Each instance's part is an LRU
-list no longer than its device pool.
+announces it, or a bounded time after it was confirmed, since a full store seals nothing. (Of an engine of others that
+reports no blocks it stays.) Each instance's part is an LRU list no longer than its device pool.
 
 Of a model with several cache groups each instance has a slot for each group, as a store has in the `BlockMap`: what is
 coming of group g is there. The first one is the instance's own.
@@ -180,6 +180,12 @@ class Pending:
         if masks:
             for group, further in self._further.get(slot, {}).items():
                 self.arrived(further, _of_group(keys, masks, group))
+
+    def forget_confirmed(self, slot: int) -> None:
+        """Removes what was confirmed there, whatever its time: nobody knows any more whether it is there."""
+        for of_group in (slot, *self._further.get(slot, {}).values()):
+            for key in list(self._slots[of_group].confirmed):
+                self._remove(of_group, key)
 
     def settle(self, slot: int, is_there: Callable[[bytes, int], bool], groups: Iterable[int] = (0,)) -> None:
         """Removes, as `arrived` does, all blocks of this slot for which `is_there` says so of one of these groups."""

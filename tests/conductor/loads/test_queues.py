@@ -59,6 +59,23 @@ def test_a_report_corrects_what_was_settled_and_spares_what_is_flying() -> None:
     assert queue.wait_s(1.2) == pytest.approx(1.6)
 
 
+@given(st.lists(st.tuples(st.sampled_from(["add", "finish", "withdraw", "clear"]), st.integers(0, 4))))
+def test_tokens_to_come_are_those_of_what_is_there(steps: list[tuple[str, int]]) -> None:
+    queue = PrefillQueue(0.0)
+    for at, (what, number) in enumerate(steps):
+        name = str(number)
+        match what:
+            case "add":
+                queue.add(work(name, 100 * number + at, float(at)))
+            case "finish":
+                queue.finish(name, float(at), done=at % 2 == 0)
+            case "withdraw":
+                queue.withdraw(name, float(at))
+            case _:
+                queue.clear()
+        assert queue.coming_tokens == sum(one.computed_tokens for one in queue.works.values())
+
+
 def test_an_instance_that_stands_still_does_not_drain() -> None:
     queue = PrefillQueue(0.0)
     queue.add(work("a", 1000, 0.0))

