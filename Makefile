@@ -64,12 +64,12 @@ test-all: ## everything that this machine can run: the quick tests, the rest, an
 	@$(MAKE) --no-print-directory test-rest
 	@$(MAKE) --no-print-directory test-long
 
-test-rest: $(DEV) ## what `make test` leaves out, but for containers: slow tests, all examples, whole meshes, storms
+test-rest: $(DEV) ## what `make test` leaves out, but for containers: slow tests, more examples, whole meshes, storms
 	@scripts/install_redis.sh
 	@scripts/fetch_json_schema_suite.sh $(VENV)
 	@$(BIN)/python scripts/run_tests.py --rest
 
-test-long: $(DEV) ## what CI leaves out: more families, and the mesh in containers with every fault
+test-long: $(DEV) ## what CI leaves out: more families, all examples, and the mesh in containers with every fault
 	@scripts/install_redis.sh
 	@$(BIN)/python scripts/run_tests.py --long
 	@COMPOSE_TEST_FAULTS=. $(MAKE) --no-print-directory test-compose

@@ -2,9 +2,9 @@
 
     --quick   for `make test`: all tests but those marked `slow`, `mesh` or `long`; hypothesis tries a tenth of its
               examples
-    --rest    what --quick leaves out: slow tests by folder and properties with all their examples, then what starts
-              whole meshes, two at a time, then the storms of tests/chaos alone
-    --long    for `make test-long`: what both leave out, the tests marked `long`
+    --rest    what --quick leaves out: slow tests by folder and properties with a third of their examples, then what
+              starts whole meshes, two at a time, then the storms of tests/chaos alone
+    --long    for `make test-long`: what both leave out, the tests marked `long`, and properties with all examples
     ARGUMENTS of pytest instead: one pytest process with these, and nothing else
 
 What a folder's tests printed, and which of them took long, is shown as soon as they end. Ctrl-C and SIGTERM end them
@@ -28,7 +28,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 LANES = 4  # for two cores: much of the time of services' tests is waiting
 MESH_LANES = 2  # more would be no sooner done, and requests would be refused as what is slow is
-OWN_PARTS = 3  # of the meshes that files start themselves: so that all lanes end together
+OWN_PARTS = 5  # of the meshes that files start themselves: so that all lanes end together
 # What takes long first, so that the lanes end together. A process costs seconds by itself: in `make test` the folders
 # of a line share one. A folder that is not named gets its own.
 QUICK_FIRST = (
@@ -43,24 +43,23 @@ QUICK_FIRST = (
     ("decode", "prefill", "picker"),
     ("transfer",),
 )  # fmt: skip
-REST_FIRST = tuple(
-    (name,)
-    for name in (
-        "engine",
-        "kvcache",
-        "prefill",
-        "ranks",
-        "rdma",
-        "sim",
-        "decode",
-        "conductor",
-        "gpu",
-        "cli",
-        "transfer",
-    )
+REST_FIRST = (
+    ("engine",),
+    ("kvcache",),
+    ("rdma",),
+    ("conductor",),
+    ("ranks", "prefill"),
+    ("sim",),
+    (
+        *("audit", "compose", "connectors", "coupled", "docs", "drafts", "external", "fuzz", "gpu", "instance"),
+        *("membership", "mesh", "picker", "pool", "rollout", "rpc", "telemetry", "."),
+    ),
+    ("decode", "transfer"),
+    ("cli", "gateway"),
+    ("blockservice", "store", "storeclient", "tiers"),
 )
 ALONE = ("chaos",)
-QUICK, REST, LONG = "--quick", "--rest", "--long"
+QUICK, REST, LONG, PROPERTIES = "--quick", "--rest", "--long", "--properties"
 MESH = "mark.mesh"  # in a file with such tests
 SHARED = "small_mesh"  # the fixture of one mesh for many: their files go together
 SLOWEST = ("--durations=8", "--durations-min=5")
@@ -202,7 +201,7 @@ def stages(speed: str) -> list[tuple[list[tuple[str, list[str]]], int]]:
     if speed == QUICK:
         return [(folders(speed), LANES)]
     if speed == LONG:
-        return [([("long", ["-m", "long", "tests"])], 1)]
+        return [([("long", ["-m", "long", "tests"])], 1), (folders(PROPERTIES), LANES)]
     return [(folders(speed), LANES), (meshes(), MESH_LANES), ([(name, [f"tests/{name}"]) for name in ALONE], 1)]
 
 

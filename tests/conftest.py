@@ -2,19 +2,45 @@
 
 `--quick` leaves out what is marked `slow`, `mesh` or `long` and lets hypothesis try a tenth of each property's
 examples; `--rest` runs the other tests, meshes left out (scripts/run_tests.py gives them processes of their own), and
-each property that `--quick` cut short once more, whole. Without either everything that was named runs."""
+each property that `--quick` cut short once more, with a third of its examples; `--properties` runs the properties with
+all of them. Without any of these everything that was named runs."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import socket
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+_take_connection: Any = BaseSelectorEventLoop._accept_connection2  # type: ignore[attr-defined]
+
+
+async def _take_unless_closed(
+    loop: Any,
+    factory: Any,
+    conn: socket.socket,
+    extra: Any,
+    tls: Any = None,
+    server: Any = None,
+    *more: Any,
+    **named: Any,
+) -> None:
+    if server is not None and server._sockets is None:
+        conn.close()
+    else:
+        await _take_connection(loop, factory, conn, extra, tls, server, *more, **named)
+
+
+# asyncio leaves a connection unclosed that it takes in the turn in which its listener is closed, which failed whatever
+# test ran then. Services run on uvloop.
+BaseSelectorEventLoop._accept_connection2 = _take_unless_closed  # type: ignore[attr-defined]
 
 # Modules are no garbage, and there are many: nobody looks them over while they are imported, nor between tests.
 gc.disable()
@@ -28,7 +54,7 @@ hypothesis.settings.load_profile("kvmesh")
 
 TESTS = Path(__file__).parent
 STARTS_RANKS = {"blockservice", "decode", "membership", "pool", "prefill", "ranks", "storeclient"}
-QUICK_PART = 10  # of a property's examples ...
+QUICK_PART, REST_PART = 10, 3  # one in so many of a property's examples ...
 FEWEST = 5  # ... but at least so many
 
 
@@ -81,6 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick", action="store_true", help="leave out tests marked slow or mesh; few examples a property"
     )
     parser.addoption("--rest", action="store_true", help="only what --quick leaves out or cuts short, and no meshes")
+    parser.addoption("--properties", action="store_true", help="only properties, with all of their examples")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,12 +115,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     only; the order is otherwise as written."""
     if config.getoption("--quick"):
         _keep(config, items, [item for item in items if not (_slow(item) or _mesh(item) or _long(item))])
-        # A function with parameters is many items and one object.
-        for test, item in {_property_of(item): item for item in items if _property_of(item) is not None}.items():
-            _cut_examples(test, item)
+        _cut_all_examples(items, QUICK_PART)
     elif config.getoption("--rest"):
-        kept = [item for item in items if _slow(item) or _property_of(item) is not None]
+        kept = [item for item in items if _slow(item) or _more_examples(item)]
         _keep(config, items, [item for item in kept if not (_mesh(item) or _long(item))])
+        _cut_all_examples(items, REST_PART)
+    elif config.getoption("--properties"):
+        _keep(config, items, [item for item in items if _property_of(item) is not None and not _mesh(item)])
 
     def last(item: pytest.Item) -> tuple[bool, bool]:
         return item.get_closest_marker("mesh") is not None, "small_mesh" in getattr(item, "fixturenames", ())
@@ -124,15 +152,32 @@ def _property_of(item: pytest.Item) -> Any:
     return getattr(test, "__func__", test) if hypothesis.is_hypothesis_test(test) else None
 
 
-def _cut_examples(test: Any, item: pytest.Item) -> None:
-    # Where hypothesis keeps a test's settings: its own pytest plugin reads this attribute; a state machine's test case
-    # has them in its class.
-    place, name = test, "_hypothesis_internal_use_settings"
+def _settings_place(test: Any, item: pytest.Item) -> tuple[Any, str]:
+    """Returns where hypothesis keeps a test's settings: its own pytest plugin reads this attribute; a state machine's
+    test case has them in its class."""
     if hasattr(test, "_hypothesis_state_machine_class"):
-        place, name = item.cls, "settings"  # type: ignore[attr-defined]
-    settings: hypothesis.settings = getattr(place, name)
-    fewer = min(settings.max_examples, max(FEWEST, settings.max_examples // QUICK_PART))
-    setattr(place, name, hypothesis.settings(settings, max_examples=fewer))
+        return item.cls, "settings"  # type: ignore[attr-defined]
+    return test, "_hypothesis_internal_use_settings"
+
+
+def _cut(examples: int, part: int) -> int:
+    return min(examples, max(FEWEST, examples // part))
+
+
+def _more_examples(item: pytest.Item) -> bool:
+    """Says whether it is a property of which `--rest` tries more examples than `--quick`."""
+    if (test := _property_of(item)) is None:
+        return False
+    examples = getattr(*_settings_place(test, item)).max_examples
+    return _cut(examples, REST_PART) > _cut(examples, QUICK_PART)
+
+
+def _cut_all_examples(items: list[pytest.Item], part: int) -> None:
+    # A function with parameters is many items and one object.
+    for test, item in {_property_of(item): item for item in items if _property_of(item) is not None}.items():
+        place, name = _settings_place(test, item)
+        settings: hypothesis.settings = getattr(place, name)
+        setattr(place, name, hypothesis.settings(settings, max_examples=_cut(settings.max_examples, part)))
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:

@@ -93,12 +93,15 @@ def test_quick_and_rest_leave_nothing_out() -> None:
     everything, quick, rest = collected(""), collected(run_tests.QUICK), collected(run_tests.REST)
     assert quick | rest == everything and quick < everything
     twice = quick & rest
-    assert "tests/test_pacing.py::TestBrain::runTest" in twice, "properties run quickly, and then whole"
+    assert "tests/test_pacing.py::TestBrain::runTest" in twice, "properties run quickly, and then with more examples"
     assert "tests/conductor/admission/test_batch_lane.py::test_how_much_slower_is_what_was_set" in rest - quick
     assert len(twice) < len(quick) / 4
 
 
-def test_quick_tries_fewer_examples(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("speed", "examples"), [(run_tests.QUICK, 20), (run_tests.REST, 66), (run_tests.PROPERTIES, 200)]
+)
+def test_quick_and_rest_try_fewer_examples(speed: str, examples: int, tmp_path: Path) -> None:
     (tmp_path / "test_made.py").write_text(
         "import hypothesis as h\nfrom hypothesis import strategies as st\nfrom pathlib import Path\n"
         "@h.settings(max_examples=200, database=None)\n@h.given(st.integers())\ndef test_counts(n):\n"
@@ -112,7 +115,7 @@ def test_quick_tries_fewer_examples(tmp_path: Path) -> None:
         "-q",
         "-p",
         "tests.conftest",
-        "--quick",
+        speed,
         "-p",
         "_hypothesis_pytestplugin",
         f"--rootdir={tmp_path}",
@@ -122,4 +125,4 @@ def test_quick_tries_fewer_examples(tmp_path: Path) -> None:
     where = {"cwd": root, "capture_output": True, "timeout": 60, "check": True}
     where["env"] = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     subprocess.run([*command, str(tmp_path / "pytest.ini"), str(tmp_path)], **where)  # type: ignore[call-overload]
-    assert len((tmp_path / "count").read_text()) == 20
+    assert len((tmp_path / "count").read_text()) == examples

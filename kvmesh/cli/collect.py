@@ -35,7 +35,7 @@ TIMEOUT_S = 2.0
 
 async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
     """Ask conductors ("a:1,b:2"), gateway, store masters, every instance that a conductor knows and every node store
-    that the master knows, all at once.
+    that one of them has or the master knows, all at once.
 
     Returns plain JSON; a service that does not answer has `error` in the place of its answer."""
     jobs: dict[str, Any] = {"conductor": ask_conductors(conductor)}
@@ -46,7 +46,8 @@ async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
     found = dict(zip(jobs, await asyncio.gather(*jobs.values()), strict=True))
     instances = found["conductor"].get("instances", [])
     members = found.get("store", {}).get("members", [])
-    refs = {one["instance"]["instance_id"]: one["instance"] for one in [*instances, *members]}
+    with_store = [one for one in instances if not one.get("http_url")]  # engines of others have none
+    refs = {one["instance"]["instance_id"]: one["instance"] for one in [*with_store, *members]}
     pools, nodes = await asyncio.gather(
         asyncio.gather(*(_pools(one) for one in instances)),
         asyncio.gather(*(_node_store(ref["address"]) for ref in refs.values())),

@@ -62,7 +62,14 @@ class ExternalConfig(ServiceConfig):
         default=0,
         metadata={"help": "Longest context where /v1/models does not tell max_model_len; 0: the model's.", "min": 0},
     )
-    poll_ms: int = field(default=1_000, metadata={"help": "An engine's /metrics are read this often.", "min": 50})
+    poll_ms: int = field(
+        default=1_000,
+        metadata={
+            "help": "An engine's /metrics are read this often, and five times as often while it has requests that went "
+            "past kvmesh.",
+            "min": 50,
+        },
+    )
     engine_timeout_ms: int = field(
         default=2_000,
         metadata={"help": "Connecting to an engine, and reading its /metrics, take at most so long.", "min": 10},

@@ -205,12 +205,14 @@ class ExternalInstance:
                 if isinstance(err, EngineLost) or gone_s >= silent_s:
                     self._lose(err.message)
             else:
-                heard = time.monotonic()
+                heard, before = time.monotonic(), self.book.others
                 self.book.polled(load)
+                if self.book.others < before:
+                    self._urge()  # the next turn of a conversation may follow at once
                 self._found_again()
             self._show(server)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.poll_ms / 1000):
+                async with asyncio.timeout(self.book.poll_again_s(self._config.poll_ms / 1000)):
                     await stop.wait()
 
     def _show(self, server: Server) -> None:

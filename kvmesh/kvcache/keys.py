@@ -135,16 +135,27 @@ def chain_tip(
     namespace: Namespace, packed: bytes | memoryview, block_tokens: int, *, extra: Mapping[int, bytes] | None = None
 ) -> tuple[bytes, bytes]:
     """Returns (the keys of `chain`, the full 32-byte digest of the last block, from which `extend` goes on)."""
-    view = memoryview(packed)
-    step = block_tokens * TOKEN_BYTES
-    sha256, digest, keys = hashlib.sha256, namespace.root(block_tokens), []
-    tag = digest[:TAG_BYTES]
+    view, digest = memoryview(packed), namespace.root(block_tokens)
+    if not extra:
+        return chain_on(digest, view, block_tokens)
+    step, keys = block_tokens * TOKEN_BYTES, []
     for index, end in enumerate(range(step, len(view) + 1, step)):
-        hashed = sha256(digest)
+        hashed = hashlib.sha256(digest)
         hashed.update(view[end - step : end])
-        if extra and index in extra:
-            hashed.update(extra[index])
-        digest = tag + hashed.digest()[TAG_BYTES:]
+        hashed.update(extra.get(index, b""))
+        digest = digest[:TAG_BYTES] + hashed.digest()[TAG_BYTES:]
+        keys.append(digest[:KEY_BYTES])
+    return b"".join(keys), digest
+
+
+def chain_on(digest: bytes, packed: bytes | memoryview, block_tokens: int) -> tuple[bytes, bytes]:
+    """Returns (the keys of the full blocks in `packed`, which follow the block of `digest`, and the last one's digest).
+    Raises ValueError when the digest has another length than 32 bytes."""
+    if len(digest) != DIGEST_BYTES:
+        raise ValueError(f"a chain digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+    step, sha256, tag, keys = block_tokens * TOKEN_BYTES, hashlib.sha256, digest[:TAG_BYTES], []
+    for at in range(0, len(packed) - step + 1, step):
+        digest = tag + sha256(digest + packed[at : at + step]).digest()[TAG_BYTES:]
         keys.append(digest[:KEY_BYTES])
     return b"".join(keys), digest
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 from kvmesh.errors import ConfigError
 
 
@@ -18,6 +20,15 @@ def split_address(address: str) -> tuple[str, int]:
     """Returns host and port of an address that `check_addresses` allows, an IPv6 host without its brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Says whether this address is reached from this machine alone. Names other than localhost are not resolved, and
+    count as reachable from others."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def check_addresses(addresses: str, field: str = "store") -> None:

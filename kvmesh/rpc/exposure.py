@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Any
 
 from kvmesh.config import ServiceConfig
-
-
-def is_loopback(host: str) -> bool:
-    """Says whether this address is reached from this machine alone. Names other than localhost are not resolved, and
-    count as reachable from others."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+from kvmesh.rpc.addresses import is_loopback
 
 
 def _kv_leaves_in_plaintext(config: Any) -> bool:

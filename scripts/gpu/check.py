@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,12 @@ def measured(name: str) -> Callable[[bool], Sequence[str]]:
     return lambda dry: (sys.executable, "-m", "scripts.gpu.stages", name, *(("--dry",) if dry else ()))
 
 
-def pytest_run(*paths: str, dry: Sequence[str] = ()) -> Callable[[bool], Sequence[str]]:
-    """pytest; a dry run has a few of the tests, or only collects."""
+def pytest_run(*paths: str, dry: Sequence[str] = (), processes: int = 1) -> Callable[[bool], Sequence[str]]:
+    """pytest, in several processes where pytest-xdist is installed; a dry run has a few of the tests, or only
+    collects."""
     few: Sequence[str] = dry or ("--collect-only", *paths)
-    return lambda dry: (sys.executable, *PYTEST, *(few if dry else paths))
+    spread = ("-n", str(processes)) if processes > 1 and find_spec("xdist") else ()
+    return lambda dry: (sys.executable, *PYTEST, *(few if dry else (*spread, *paths)))
 
 
 def under(tool: Sequence[str], name: str) -> Callable[[bool], Sequence[str]]:
@@ -81,13 +84,18 @@ KERNELS = "tests/engine/kernels"
 STAGES = (
     Stage("environment", "machine, versions, packages that are missing", 60, measured("environment")),
     Stage("kernels", "kernels against float64 oracles, outputs poisoned", 240,
-          pytest_run(KERNELS, "tests/engine/test_sampling.py", dry=(f"{KERNELS}/test_write.py",)), alone=False),
+          pytest_run(KERNELS, "tests/engine/test_sampling.py", dry=(f"{KERNELS}/test_write.py",), processes=12),
+          alone=False),
     Stage("engine", "whole engines against transformers", 240,
-          pytest_run("tests/gpu/test_engine.py", "tests/gpu/test_memory.py", "tests/gpu/test_setup.py"), alone=False),
+          pytest_run("tests/gpu/test_engine.py", "tests/gpu/test_memory.py", "tests/gpu/test_latent_chunks.py"),
+          alone=False),
+    Stage("families", "further families against transformers", 240,
+          pytest_run("tests/gpu/test_families.py"), alone=False),
     Stage("sanitizer", "one small case of each kernel under memcheck", 180,
           under(SANITIZER, "small"), SANITIZER[0], alone=False),
     Stage("mesh", "whole meshes on this GPU against transformers", 300,
           pytest_run("tests/gpu/test_mesh.py"), alone=False),
+    Stage("setup", "what a rank takes of a GPU that it has to itself", 60, pytest_run("tests/gpu/test_setup.py")),
     Stage("ceilings", "copies, products, the bus, the cost of a launch", 60, measured("ceilings")),
     Stage("decode", "decode attention, share of the copy's bandwidth", 120, measured("decode")),
     Stage("drafted", "decode attention with drafts, against plain rows", 90, measured("drafted")),

@@ -301,7 +301,7 @@ def prefill(report: Report) -> None:
         report.row(tokens=tokens, prefix=prefix, seconds=took, flop_per_s=flop / took, sdpa_seconds=sdpa)
         told = []
         for variant in candidates:
-            paged.backend.variant = variant
+            paged.backend.variant = paged.backend.long_variant = variant
             plan = paged.backend.plan_prefill([TokenSpan(prefix, tokens, paged.requests[0])])
             rate = flop / seconds(report, lambda plan=plan, qkv=qkv: plan.attend(0, qkv), 10)
             report.row(tokens=tokens, prefix=prefix, flop_per_s=rate, **variant._asdict())
@@ -342,6 +342,8 @@ class Latents:
 
 def latent(report: Report) -> None:
     """Latent attention: decode, whose limit is reading rows once or, with 128 heads, products; chunks, both ways."""
+    import torch
+
     from kvmesh.engine.attention.backend import TokenSpan
     from kvmesh.engine.attention.triton_backend import LaunchedTables
     from kvmesh.engine.kernels.latent_decode import CANDIDATES, head_tiles
@@ -377,16 +379,22 @@ def latent(report: Report) -> None:
         backend.plan_prefill([TokenSpan(prefix, tokens, made.requests[0])]).write(0, qkv)
         pairs = tokens * prefix + tokens * (tokens + 1) / 2
         flop = 2 * made.heads * pairs * (made.sizes.nope + made.sizes.rope + made.sizes.value)
-        ways = {"absorbed": None} | {"x".join(map(str, v)): v for v in (backend.expanded, *EXPANDED)}
+        served_name = "x".join(map(str, backend.expanded))
+        ways = {served_name: backend.expanded, "absorbed": None} | {"x".join(map(str, v)): v for v in EXPANDED}
+        right = torch.empty(0)
         for name, cut in ways.items():
             if tokens > 256 and cut is None:
                 continue
             backend.absorbed_times = 0.0 if cut is None else math.inf
             backend.expanded = cut or backend.expanded
             plan = backend.plan_prefill([TokenSpan(prefix, tokens, made.requests[0])])
+            answer = plan.attend(0, qkv).float()
+            right = answer if name == served_name else right
+            off = float((answer - right).norm() / right.norm())
             took = seconds(report, lambda plan=plan, qkv=qkv: plan.attend(0, qkv), 7)
-            report.row(tokens=tokens, prefix=prefix, way=name, seconds=took, flop_per_s=flop / took)
-            told.append(f"{name} {took * 1e3:.2f} ms {flop / took / 1e12:.0f}")
+            report.row(tokens=tokens, prefix=prefix, way=name, seconds=took, flop_per_s=flop / took, off=off)
+            wrong = "" if off < 0.02 else f" WRONG BY {off:.2f}"
+            told.append(f"{name} {took * 1e3:.2f} ms {flop / took / 1e12:.0f}{wrong}")
         report.line(f"{tokens} after {prefix}, TFLOP/s of what is written out: {', '.join(told)}")
 
 
@@ -449,6 +457,7 @@ def model(report: Report) -> None:
         cuda.decode_rows(runner, copy, product),
         cuda.mixed_rows(runner, product),
         cuda.prefill_rows(runner, product),
+        cuda.drafted_rows(runner, copy, product),
     )
     for found in rows:
         for row in found:

@@ -16,6 +16,7 @@ names=${WHEELS:-"
   msgspec xxhash orjson psutil safetensors typing_extensions
   pytest-asyncio pytest-timeout hypothesis sortedcontainers
   grpcio grpcio-health-checking grpcio-reflection protobuf googleapis-common-protos
+  llguidance
   fastapi starlette annotated-doc pydantic pydantic_core annotated-types typing-inspection uvicorn uvloop httptools h11 click
   anyio idna sniffio httpx httpcore certifi jinja2 MarkupSafe typer rich shellingham markdown-it-py mdurl pygments
   prometheus_client swagger_ui_bundle

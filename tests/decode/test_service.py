@@ -62,11 +62,12 @@ async def test_tokens_equal_the_reference(gateway: Gateway, checkpoint: Path) ->
 
 async def test_many_at_once_share_steps_and_messages(gateway: Gateway, checkpoint: Path) -> None:
     asked = {await gateway.start(prompt, 12): prompt for prompt in prompts(8, 90, low=5, high=30)}
-    for slot, prompt in asked.items():
-        answer = await gateway.over(slot)
+    answers = [await gateway.over(slot) for slot in asked]
+    assert gateway.messages < 8 * 12, "tokens of one step travel together"
+    # The reference is loaded in this thread, on which the service waits, too: only when all is over.
+    for prompt, answer in zip(asked.values(), answers, strict=True):
         assert not answer.failed
         assert_matches_reference(checkpoint, prompt, answer.tokens)
-    assert gateway.messages < 8 * 12, "tokens of one step travel together"
 
 
 async def test_logprobs_and_stop_tokens(gateway: Gateway) -> None:

@@ -49,6 +49,20 @@ def test_loads_hold_what_others_have_there() -> None:
     assert (load.free_pages, load.store_blocks, load.store_capacity) == (75, 7, 100)
 
 
+def test_an_engine_with_requests_of_others_is_asked_more_often() -> None:
+    book, own = EngineBook("e"), request("r")
+    assert book.poll_again_s(1.0) == 1.0
+    book.begin(own)
+    book.polled(EngineLoad(running=1))
+    assert book.poll_again_s(1.0) == 1.0, "its end is seen here"
+    book.polled(EngineLoad(running=2))
+    assert book.poll_again_s(1.0) == 0.2
+    book.polled(EngineLoad(running=1, waiting=1))
+    assert book.poll_again_s(1.0) == 0.2
+    book.polled(EngineLoad(running=1))
+    assert book.poll_again_s(1.0) == 1.0
+
+
 def test_times_between_tokens_are_a_median_without_prompts_beside_them() -> None:
     book = EngineBook("a")
     one = request()

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from kvmesh.cli.collect import collect
 from kvmesh.errors import DeadlinePassed, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.external import main
 from kvmesh.external.config import ExternalConfig
 from kvmesh.external.kv_event_reader import KvEventsAddress
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
+from kvmesh.membership.registrar import ConductorRegistrar
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, decode_pb2
 from kvmesh.services.conductor import main as conductor
@@ -55,6 +57,7 @@ class ScriptedEngine:
     broken: bool = False
     generates: bool = True
     blocks: int = 64
+    running: int = 0  # of others
     asked: list[dict[str, Any]] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
@@ -88,7 +91,7 @@ class ScriptedEngine:
         if path == "/v1/models":
             return json.dumps({"data": [{"id": "theirs", "max_model_len": 100}]}).encode()
         return (
-            'vllm:num_requests_running{model_name="theirs"} 0\n'
+            f'vllm:num_requests_running{{model_name="theirs"}} {self.running}\n'
             f'vllm:cache_config_info{{model_name="theirs",block_size="{BLOCK}",num_gpu_blocks="{self.blocks}"}} 1\n'
         ).encode()
 
@@ -211,9 +214,8 @@ async def started(
             model=str(folder),
             served_name=MODEL,
             conductor=there.address,
-            poll_ms=50,
             stop_grace_ms=100,
-            **{"engine_timeout_ms": 20_000, "engine_silence_ms": 30_000, **(times or {})},
+            **{"poll_ms": 50, "engine_timeout_ms": 20_000, "engine_silence_ms": 30_000, **(times or {})},
         )
         service = await stack.enter_async_context(running(main.run, config))
         sessions = Sessions("g", 1, 10.0)
@@ -274,6 +276,15 @@ async def test_what_no_answer_is_has_a_name(
     assert not error.message.count("\n")
 
 
+async def test_the_status_asks_it_for_no_store(world: World) -> None:
+    """An engine of others has its blocks for itself."""
+    await world.known(lambda one: one.ready)
+    found = await collect(world.conductor, "", "")
+    (instance,) = found["conductor"]["instances"]
+    assert "error" not in instance["pools"]
+    assert found["node_stores"] == {}
+
+
 @pytest.mark.parametrize("world", [{"token_silence_ms": 2_000}], indirect=True)
 async def test_statuses_silence_and_refusals_have_names(world: World) -> None:
     for status, kind in ((400, InvalidRequest), (429, Overloaded), (500, Unavailable)):
@@ -285,6 +296,24 @@ async def test_statuses_silence_and_refusals_have_names(world: World) -> None:
     assert isinstance(await world.fails(deadline_ms=300), DeadlinePassed)
     for asked in ({"grammar": "{}"}, {"max_tokens": 0}):
         assert isinstance(await world.fails(**asked), InvalidRequest)
+
+
+@pytest.mark.parametrize("world", [{"poll_ms": 500}], indirect=True)
+async def test_the_end_of_what_went_past_it_is_told_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.ready()
+    world.engine.running = 2
+    await world.known(lambda one: one.load.running_requests == 2)
+    urged = asyncio.Event()
+    real = ConductorRegistrar.urge
+
+    def heard(registrar: ConductorRegistrar) -> None:
+        urged.set()
+        real(registrar)
+
+    monkeypatch.setattr(ConductorRegistrar, "urge", heard)
+    world.engine.running = 1
+    await asyncio.wait_for(urged.wait(), 60)
+    await world.known(lambda one: one.load.running_requests == 1)
 
 
 async def test_a_cancelled_request_closes_the_engines_stream(world: World) -> None:

@@ -119,7 +119,8 @@ async def an_idle_instance_takes_another_role(running: Running) -> None:
     Where the machine is busy, prompts are slow and decode may be the one with time left: then coupled-1 does both, and
     coupled-0 may leave its role, as somebody else does prefill."""
     address = running.mesh.addresses["coupled-0"]
-    await become(running, {"coupled-0": pb.ROLE_PREFILL, "coupled-1": pb.ROLE_DECODE})
+    # In this order: were there no decode instance for a moment, the leader would make coupled-0 one.
+    await become(running, {"coupled-1": pb.ROLE_DECODE, "coupled-0": pb.ROLE_PREFILL})
     kept = await blocks_at(address)
     assert kept
     before = await orders(running, "switch_role")

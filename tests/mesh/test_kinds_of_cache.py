@@ -71,10 +71,8 @@ def s3() -> Iterator[S3]:
         yield server
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.long] if kind != "state" else []) for kind in MAKE],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MAKE)
 async def test_every_way_of_its_cache(kind: str, tmp_path: Path, mesh: MeshFactory, s3: S3) -> None:
     path = MAKE[kind](tmp_path / kind)
     groups = open_checkpoint(path).config.cache_groups

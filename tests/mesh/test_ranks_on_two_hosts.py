@@ -251,8 +251,13 @@ def right(world: World) -> list[list[int]]:
     ("what", "decode", "causes"),
     [
         ("ranks killed", "decode-tp2", ("was killed by SIGKILL", "was killed by SIGKILL")),
-        ("cable pulled", "decode-pp2", ("lost its host", "lost its host")),
-        ("rank frozen, host killed", "decode-pp2", ("lost the other ranks in a step", "lost its host")),
+        pytest.param("cable pulled", "decode-pp2", ("lost its host", "lost its host"), marks=pytest.mark.long),
+        pytest.param(
+            "rank frozen, host killed",
+            "decode-pp2",
+            ("lost the other ranks in a step", "lost its host"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_an_instance_ends_as_one_and_its_requests_go_on(

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.ranks import protocol as m
-from kvmesh.ranks.worker.copy_rule import FULL_STEP, FULL_STEP_PROGRAMS, IDLE_PROGRAMS, kernel_programs
+from kvmesh.ranks.worker.copy_rule import (
+    FULL_STEP,
+    FULL_STEP_PROGRAMS,
+    IDLE_PROGRAMS,
+    SMALL_STEP_PROGRAMS,
+    kernel_programs,
+)
 from kvmesh.ranks.worker.worker import Worker
 from tests.support.rank_driver import GREEDY, staged_configure
 
@@ -35,9 +41,14 @@ def test_short_pieces_go_by_the_kernel_and_long_or_few_ones_by_the_copy_engine(
 
 
 def test_a_larger_step_is_left_more_processors() -> None:
-    by_step = [chosen(1000, 16 * KIB, step_tokens=tokens) for tokens in (0, 1, FULL_STEP - 1, FULL_STEP, 8192)]
-    assert by_step == [IDLE_PROGRAMS, 16, 16, FULL_STEP_PROGRAMS[False], FULL_STEP_PROGRAMS[False]]
-    assert chosen(1000, 16 * KIB, into_pages=True, step_tokens=8192) == FULL_STEP_PROGRAMS[True]
+    for into_pages in (False, True):
+        small, full = SMALL_STEP_PROGRAMS[into_pages], FULL_STEP_PROGRAMS[into_pages]
+        by_step = [
+            chosen(1000, 16 * KIB, into_pages=into_pages, step_tokens=tokens)
+            for tokens in (0, 1, FULL_STEP - 1, FULL_STEP, 8192)
+        ]
+        assert by_step == [IDLE_PROGRAMS, small, small, full, full]
+        assert IDLE_PROGRAMS > small >= full
 
 
 def test_one_long_piece_among_short_ones_does_not_take_the_kernel_as_many_turns() -> None:

@@ -127,7 +127,7 @@ async def test_after_kill_9_only_what_was_sealed_is_served(folder: Path) -> None
         async with life(str(folder), time.time_ns()) as one:
             began = time.monotonic()
             found = await restored(one)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 60
             right(found)
             assert all(last[key] == "seal" for key in found), "removed, and found again"
             served += len(found)

@@ -244,6 +244,18 @@ TestMaster = Machine.TestCase
 TestMaster.settings = MODEL
 
 
+def test_a_pin_that_failed_is_made_where_no_more_copies_can_be() -> None:
+    """Found by the machine: the first pin fails, and of three nodes that should have the block two are drained."""
+    machine, key = Machine(), KEYS[0]
+    machine.begin(held=[[key], [], [], [key]])
+    for name in ("b", "d"):
+        machine.drain(name, cancel=False)
+    machine.change_replicas([key], 3, hard=True)
+    machine.tick(unreached=frozenset(range(6)))
+    machine.teardown()
+    assert key in machine.world.nodes["a"].pins
+
+
 def nothing_is_masked(self: Any, instance_id: str, keys: Any) -> set[bytes]:
     return set()
 

@@ -19,7 +19,7 @@ from kvmesh.cli.doctor.mesh_look import DialledPeer, MeshAddresses, Seen, find_t
 from kvmesh.cli.store.target import patiently
 from kvmesh.cli.up.joining import host_port, only_inside
 from kvmesh.errors import ConfigError
-from kvmesh.rpc.exposure import is_loopback
+from kvmesh.rpc.addresses import is_loopback
 
 SILENT_MS = 1_500  # the default lease of instances
 DOCKER = tuple(ip_network(net) for net in ("172.16.0.0/12", "10.88.0.0/16", "10.244.0.0/16"))  # defaults of runtimes

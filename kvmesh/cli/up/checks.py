@@ -16,7 +16,7 @@ from kvmesh.cli.up.settings import INSTANCES, MeshSettings
 from kvmesh.errors import CheckpointError, ConfigError
 from kvmesh.ranks.host_memory import available_bytes
 from kvmesh.ranks.speculation import NO_DRAFTS, check_draft_folder, check_speculation
-from kvmesh.rpc.exposure import is_loopback
+from kvmesh.rpc.addresses import is_loopback
 from kvmesh.rpc.server import check_port, join
 from kvmesh.transfer.segment_file import check_folder
 

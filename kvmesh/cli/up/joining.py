@@ -16,8 +16,7 @@ from kvmesh.cli.up.advertising import AUTO, address_towards
 from kvmesh.cli.up.hashing import fingerprints
 from kvmesh.cli.up.settings import CONDUCTOR_PORT, EVERY_ADDRESS, Joined, MeshSettings
 from kvmesh.errors import ConfigError, ProtocolMismatch, Unavailable
-from kvmesh.rpc.addresses import split
-from kvmesh.rpc.exposure import is_loopback
+from kvmesh.rpc.addresses import is_loopback, split
 from kvmesh.rpc.server import join
 
 DIAL_S = 2.0  # for a look at whether a port opens

@@ -17,7 +17,7 @@ from kvmesh.external.endpoints import EngineEndpoint, endpoint
 from kvmesh.external.endpoints import checked as checked_endpoints
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.ranks.transfer_config import TransferConfig, check
-from kvmesh.rpc.exposure import is_loopback
+from kvmesh.rpc.addresses import is_loopback
 from kvmesh.services.conductor.config import ConductorConfig
 from kvmesh.services.decode.config import DecodeConfig
 from kvmesh.services.gateway.config import GatewayConfig

@@ -107,6 +107,7 @@ class FastServer:
         self.on_call: Callable[[bytes], object] | None = None  # hears the name of each method that is called
         self.tasks: set[asyncio.Task[None]] = set()  # of calls that wait for something
         self._listening: list[asyncio.AbstractServer] = []
+        self._closed = False
         # Connections that have greeted, by the time of their last bytes; others by arrival. The oldest is first.
         self._accepted: OrderedDict[_Accepted, None] = OrderedDict()
         self._strangers: OrderedDict[_Accepted, None] = OrderedDict()
@@ -156,6 +157,7 @@ class FastServer:
 
     async def close(self) -> None:
         """Breaks all connections and cancels and awaits what is under way, within a bound. It is idempotent."""
+        self._closed = True
         listening, self._listening = self._listening, []
         for server in listening:
             server.close()
@@ -175,10 +177,14 @@ class FastServer:
         return _Accepted(self)
 
     def came(self, accepted: _Accepted) -> None:
-        """Notes a connection that has not greeted yet. When there are too many, the oldest is ended."""
+        """Notes a connection that has not greeted yet. When there are too many, the oldest is ended. One that was taken
+        just before the server was closed is ended at once."""
+        if self._closed:
+            return accepted.end("")
         self._strangers[accepted] = None
         if len(self._strangers) > MAX_STRANGERS:
             next(iter(self._strangers)).end("others came, and it has not greeted")
+        return None
 
     def admits(self, accepted: _Accepted) -> bool:
         """Says whether there is room for a connection that has greeted. When there are too many, the one idle longest
@@ -265,8 +271,8 @@ class _Accepted(asyncio.Protocol):
         if not _same_user(transport):
             return self.end("another user's")
         _keep_alive(transport)
-        self._server.came(self)
         self._stranger = asyncio.get_running_loop().call_later(GREETING_S, self.end, "no greeting")
+        self._server.came(self)
         return None
 
     @property

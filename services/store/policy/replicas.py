@@ -177,6 +177,7 @@ class ReplicaTarget:
     pinned: set[Life] = field(default_factory=set)
     ever: set[Life] = field(default_factory=set)
     pin_again_at: float = float("-inf")
+    pin_failed: bool = False  # the last order was to pin, and failed: the next look is at copies
     failures: int = 0
     not_before: float = float("-inf")
 
@@ -362,7 +363,8 @@ class Replicas:
                 target.ever = {life for life in target.ever if not self._is_over(life)}
             target.pinned &= lives
             unpinned = sorted(lives - target.pinned)
-            if unpinned and target.failures % 2 == 0:  # a pin that always fails must not keep copies from being made
+            pin_failed, target.pin_failed = target.pin_failed, False
+            if unpinned and not pin_failed:  # a pin that always fails must not keep copies from being made
                 needs.pins.setdefault(unpinned[0][0], []).append(key)
                 return
         wanted = max(target.replicas if target else 0, hot[0].replicas if hot else 0)
@@ -437,6 +439,9 @@ class Replicas:
                 target.ever.add(life)
             else:
                 self.unpins.add((life,), key)
+        for key in work.keys:
+            if key not in done and (target := self.target(key)) is not None:
+                target.pin_failed = True
         self._judge(work.keys, done, now)
 
     def _unpinned(self, work: PinOrder, done: frozenset[bytes], answered: bool, now: float) -> None:

@@ -14,6 +14,7 @@ from kvmesh.errors import ConfigError, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from tests.cli.test_screens import instance, mesh, printed
 from tests.conductor.peers.test_leadership import One, conductor, config
+from tests.support.services import until
 
 NOBODY = "127.0.0.1:1"
 
@@ -93,6 +94,12 @@ async def test_without_redis_every_conductor_is_told() -> None:
         with pytest.raises(Unavailable, match=f"2 of 3 conductors .*{NOBODY}"):
             await cordon.tell((*addresses, NOBODY), pb.CordonRequest(instance_id="p0"))
         assert [await reason(one) for one in (a, b)] == [""] * 2
-        found = await collect.ask_conductors(f"{NOBODY},{a.service.address}")
+
+        async def answered() -> dict[str, Any]:
+            told = await collect.ask_conductors(f"{NOBODY},{a.service.address}")
+            assert "error" not in told, "it has answered late"
+            return told
+
+        found = await until(answered)
         assert [i["instance"]["instance_id"] for i in found["instances"]] == ["p0", "d0"]
         assert [("error" in one) for one in found["conductors"]] == [True, False]

@@ -13,19 +13,20 @@ from kvmesh.errors import Overloaded
 from kvmesh.kvcache.announce import BATCH_KEYS, MAX_KEYS
 from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.fastpath import frames, server
+from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.fastpath.server import FastPathLimits
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import store_pb2
 from tests.rpc.fastpath.test_server import LONG_S, refused, sure
-from tests.support.fastpath_service import LIFE, opened, serving
+from tests.support.fastpath_service import LIFE, opened, serving, streams
 
 CALLERS = 20
 HEADER = struct.Struct("<IIBBHI")
 
 
 @contextlib.asynccontextmanager
-async def raw(way: object) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_unix_connection("\0" + str(way)[1:])
+async def raw(way: Way) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await streams(way)
     writer.write(frames.hello(LIFE))
     assert await reader.readexactly(len(frames.hello(LIFE))) == frames.hello(LIFE)
     try:
@@ -122,7 +123,7 @@ async def test_strangers_make_room_for_strangers(monkeypatch: pytest.MonkeyPatch
     async with serving() as (made, _, way), opened(way) as door, contextlib.AsyncExitStack() as stack:
         readers = []
         for _ in range(8):
-            reader, writer = await asyncio.open_unix_connection("\0" + str(way)[1:])
+            reader, writer = await streams(way)
             stack.callback(writer.close)
             readers.append(reader)
         for reader in readers[:5]:

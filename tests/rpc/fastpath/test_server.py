@@ -32,7 +32,7 @@ from kvmesh.rpc.fastpath import client, frames, server
 from kvmesh.rpc.fastpath.client import Way, dial
 from kvmesh.rpc.fastpath.server import FastServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from tests.support.fastpath_service import LIFE, SERVICE, Desk, opened, serving
+from tests.support.fastpath_service import LIFE, SERVICE, Desk, opened, serving, streams
 from tests.support.services import until
 
 LONG_S = 60.0
@@ -117,7 +117,7 @@ async def test_a_call_whose_time_is_over_ends_on_both_sides() -> None:
 async def test_the_server_keeps_deadlines_by_itself() -> None:
     """For callers that are gone without a word."""
     async with serving() as (made, desk, way):
-        reader, writer = await asyncio.open_unix_connection("\0" + str(way)[1:])
+        reader, writer = await streams(way)
         writer.write(frames.hello(LIFE) + frames.encode(frames.CALL, 1, b"", b"Pin", 30))
         await sure(lambda: desk.begun == 1 and desk.cancelled == 1)
         assert not made.tasks and len(made) == 1
@@ -175,7 +175,7 @@ async def test_closing_ends_all_of_it() -> None:
 )
 async def test_noise_ends_its_connection_with_one_line(noise: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as (made, _, way), opened(way) as door:
-        reader, writer = await asyncio.open_unix_connection("\0" + str(way)[1:])
+        reader, writer = await streams(way)
         writer.write(noise)
         heard = await asyncio.wait_for(reader.read(), 30)
         assert heard in (b"", frames.hello(LIFE))
@@ -220,9 +220,33 @@ async def test_a_caller_does_not_trust_every_answer(caplog: pytest.LogCaptureFix
 async def test_who_says_nothing_is_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "GREETING_S", 0.05)
     async with serving() as (made, _, way):
-        reader, writer = await asyncio.open_unix_connection("\0" + str(way)[1:])
+        reader, writer = await streams(way)
         assert await asyncio.wait_for(reader.read(), 30) == b"" and len(made) == 0
         writer.close()
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_who_comes_while_it_closes_is_ended_at_once(
+    loop: Callable[[], asyncio.AbstractEventLoop], turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop tells of some connections only after their listener was closed."""
+    monkeypatch.setattr(server, "GREETING_S", LONG_S)
+
+    async def close_while_one_comes() -> None:
+        async with serving(kind="tcp") as (made, _, way):
+            assert not isinstance(way, str)
+            with socket.create_connection(way) as one:
+                one.setblocking(False)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await made.close()
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(one, 1), LONG_S / 2) == b""
+                assert not len(made)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(close_while_one_comes())
 
 
 async def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +277,7 @@ async def test_a_caller_that_does_not_read_is_not_read_from() -> None:
     keys = random.Random(9).randbytes(1_000_000)
     call = frames.encode(frames.CALL, 1, pb.LeaseRequest(keys=keys).SerializeToString(), b"Lease", 9_000)
     async with serving() as (_, _, way):
-        reader, writer = await asyncio.open_unix_connection("\0" + str(way)[1:], limit=1 << 16)
+        reader, writer = await streams(way, limit=1 << 16)
         writer.write(frames.hello(LIFE) + call * 40)
         with pytest.raises(TimeoutError):  # it stops taking them
             await asyncio.wait_for(writer.drain(), 0.5)

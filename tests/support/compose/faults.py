@@ -146,6 +146,6 @@ FAULTS = (
 )  # fmt: skip
 # Each kind of fault, at those where it means something else: they run unless others are asked for.
 IN_CI = (
-    "^scale decode ", "^kill -9 (prefill|decode|conductor leader|redis)$", "^pause decode ",
+    "^scale decode 2 ", "^kill -9 (decode|conductor leader)$", "^pause decode ",
     "partition gateway → decode ", "^rolling restart of gateway$",
 )  # fmt: skip

@@ -23,6 +23,7 @@ from kvmesh.rpc.server import Server
 from kvmesh.services.decode import main
 from kvmesh.services.decode.config import DecodeConfig
 from tests.support.rank_driver import BLOCK, GREEDY, Driver, rank
+from tests.support.reference import reference_model
 from tests.support.services import Running, running, until
 
 SETTINGS: dict[str, Any] = {
@@ -368,6 +369,7 @@ async def bench(
     checkpoint: Path, transports: str = "shm", writer_pages: int = 24, **config: Any
 ) -> AsyncIterator[Bench]:
     """Two rank processes; on leaving, nothing runs any more."""
+    reference_model(str(checkpoint))  # it takes seconds on this thread, on which the service will wait
     decode = DecodeConfig(model=str(checkpoint), transports=transports, **SETTINGS | config)
     async with rank("prefill-0", checkpoint, (transports,), writer_pages) as writer:
         prefill = ScriptedPrefill(writer)

@@ -67,6 +67,25 @@ class Machine:
         """Pull the cable ("down") or put it back ("up")."""
         ip("-n", self.name, "link", "set", self.cable, state)
 
+    def silence(self, *, on: bool = True) -> None:
+        """Drop all packets of the cable, in both directions, and keep its link up; or let them pass again."""
+        for chain, side in (("INPUT", "-i"), ("OUTPUT", "-o")):
+            words = ("iptables", "-w", "-A" if on else "-D", chain, side, self.cable, "-j", "DROP")
+            subprocess.run(self.inside(*words), check=on, capture_output=True, timeout=10)
+
+    def slow(self, rate: str) -> None:
+        """What leaves here takes its time: `rate` in tc's units ("4mbit"); "" for as fast as it can."""
+        own = ("tc", "-n", self.name, "qdisc")
+        how = ("tbf", "rate", rate, "burst", "32k", "latency", "2s") if rate else ()
+        words = (*own, "replace" if rate else "del", "dev", self.cable, "root", *how)
+        subprocess.run(words, check=True, capture_output=True, timeout=10)
+
+    def sent_bytes(self) -> int:
+        """What has left by the cable, as the kernel counts it."""
+        words = ("ip", "-n", self.name, "-j", "-s", "link", "show", "dev", self.cable)
+        (link,) = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=10).stdout)
+        return int(link["stats64"]["tx"]["bytes"])
+
     def pids(self) -> list[int]:
         """Processes inside."""
         told = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False).stdout
