@@ -32,13 +32,14 @@ from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.generation import Generation, Prompt, brief
 from kvmesh.services.gateway.models import ServedModelFacts
 from kvmesh.services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, parse_cost, tokenize_cost
+from kvmesh.services.gateway.rest.interfaces import INTERFACES
 from kvmesh.services.gateway.text.chat import Chat
 from kvmesh.services.gateway.text.prepare import ModelBounds
 from kvmesh.services.picker import decide
 from kvmesh.services.picker.catalog import EndpointCatalog, endpoints_ready
 from kvmesh.services.picker.config import PickerConfig
 from kvmesh.services.picker.decide import PickableEngine
-from kvmesh.services.picker.prompts import INTERFACES, KeyedPrompt, PromptReader, read_generation
+from kvmesh.services.picker.prompts import KeyedPrompt, PromptReader, read_generation
 from kvmesh.services.picker.releases import RequestReleases
 from kvmesh.services.picker.wire import RequestHead
 from kvmesh.telemetry import names, spans
@@ -155,8 +156,11 @@ class EndpointPicker:
     # ── bodies ────────────────────────────────────────────────────────────────────────────────────
 
     async def _parsed(self, asked: PickRequest) -> dict[str, Any] | None:
-        """Returns the JSON object of a request's body; None for a request without one. Raises InvalidRequest."""
+        """Returns the JSON object of a request's body; None for a request without one, and for a compressed one, which
+        is the endpoint's to read. Raises InvalidRequest."""
         if not asked.body or (asked.head.path not in INTERFACES and not _is_json(asked.head)):
+            return None
+        if asked.head.text(b"content-encoding").strip().lower() not in ("", "identity"):
             return None
         body = asked.body
         parse = functools.partial(_parse, body)

@@ -16,26 +16,28 @@ from kvmesh.kvcache.keys import Namespace, pack_tokens
 from kvmesh.services.gateway.config import GatewayLimits
 from kvmesh.services.gateway.generation import Generation, Prompt
 from kvmesh.services.gateway.rest import serving_headers
-from kvmesh.services.gateway.rest.chat import ChatRequest
-from kvmesh.services.gateway.rest.completions import CompletionRequest
+from kvmesh.services.gateway.rest.interfaces import INTERFACES
 from kvmesh.services.gateway.text.chat import Chat, ChatEncoder, ChatTemplates, Rendered
 from kvmesh.services.gateway.text.prepare import ModelBounds
 from kvmesh.services.gateway.text.tokenizer import Tokenizer
 from kvmesh.services.picker.known_prompts import KnownPrompts, Piece, PromptStep, in_pieces
 
 # What is read of a body: the prompt, what a template is given, and how the request is to be served.
-_PROMPT_FIELDS = frozenset(("model", "prompt", "messages", "tools", "tool_choice", "chat_template_kwargs"))
+_PROMPT_FIELDS = frozenset(
+    (
+        "model", "prompt", "messages", "input", "instructions", "previous_response_id", "system", "token_ids", "tools",
+        "tool_choice", "chat_template_kwargs",
+    )
+)  # fmt: skip
 _SERVING_FIELDS = frozenset(
     (
-        "max_tokens", "max_completion_tokens", "cache_salt", "priority", "ttft_slo_ms", "tbt_slo_ms", "lane", "session",
-        "origin", "prompt_cache_key", "expected_tokens", "reasoning_effort",
+        "max_tokens", "max_completion_tokens", "max_output_tokens", "sampling_params", "cache_salt", "priority",
+        "ttft_slo_ms", "tbt_slo_ms", "lane", "session", "origin", "prompt_cache_key", "expected_tokens",
+        "reasoning_effort", "reasoning", "thinking", "output_config",
     )
 )  # fmt: skip
 _READ = _PROMPT_FIELDS | _SERVING_FIELDS
-INTERFACES: Mapping[str, type[ChatRequest] | type[CompletionRequest]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-}
+_PARAMS = "sampling_params"  # of which the same fields are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,20 @@ class KeyedPrompt:
 def read_generation(
     path: str, body: dict[str, Any], headers: Mapping[bytes, bytes], limits: GatewayLimits
 ) -> Generation | None:
-    """Returns what a body asks for, as far as it is read; None for a path whose bodies have no prompt, and for a body
-    that the gateway would refuse."""
+    """Returns what a body asks for, as far as it is read; None for a path whose bodies have no prompt, for a body that
+    names no model or has not all of its prompt, and for one that the gateway would refuse."""
     interface = INTERFACES.get(path)
-    if interface is None:
+    if interface is None or body.get("model") is None:
         return None
-    told = {name: value for name, value in body.items() if name in _READ and name in interface.model_fields}
+    fields = interface.model_fields  # type: ignore[attr-defined]  # pydantic's: each is a model, too
+    told = {name: value for name, value in body.items() if name in _READ and name in fields}
+    if isinstance(params := told.get(_PARAMS), dict):
+        told[_PARAMS] = {name: value for name, value in params.items() if name in _READ}
     try:
-        return serving_headers.joined(interface.read(told, limits).generation(limits), serving_headers.read(headers))
+        asked = interface.read(told, limits)
+        if asked.refers_to_stored:
+            return None
+        return serving_headers.joined(asked.generation(limits), serving_headers.read(headers))
     except InvalidRequest:
         return None
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -89,15 +90,49 @@ async def test_whole_pieces_and_buffered_bodies_get_one_answer(mesh: PickerMesh)
     await nothing_pending(mesh)
 
 
-async def test_a_prefix_goes_where_it_was_computed(mesh: PickerMesh) -> None:
-    for ask in (completion, chat):
-        path = "/v1/completions" if ask is completion else "/v1/chat/completions"
-        first = await placed(mesh, ask(prompt(2)), headers=post(path))
+def response(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": text, "max_output_tokens": 8, "store": False, **more}
+
+
+def message(text: str, **more: Any) -> dict[str, Any]:
+    return {**chat(text), "metadata": {"user_id": "somebody"}, **more}
+
+
+def ids(text: str, **more: Any) -> dict[str, Any]:
+    params = {"max_tokens": 8, "structured_outputs": {"json": {}}}  # the engine judges what kvmesh does not know
+    return {"model": MODEL, "token_ids": list(text.encode()), "sampling_params": params, **more}
+
+
+ASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "/v1/completions": completion,
+    "/v1/chat/completions": chat,
+    "/v1/responses": response,
+    "/v1/messages?beta=true": message,
+    "/inference/v1/generate": ids,
+}
+
+
+@pytest.mark.parametrize("path", ASKS)
+async def test_a_prefix_goes_where_it_was_computed(mesh: PickerMesh, path: str) -> None:
+    ask = ASKS[path]
+    first = await placed(mesh, ask(prompt(2)), headers=post(path))
+    await nothing_pending(mesh)
+    for tail in range(4):
+        again = await placed(mesh, ask(prompt(2) + f" and {tail}"), headers=post(path))
+        assert again.endpoints[0] == first.endpoints[0]
         await nothing_pending(mesh)
-        for tail in range(4):
-            again = await placed(mesh, ask(prompt(2) + f" and {tail}"), headers=post(path))
-            assert again.endpoints[0] == first.endpoints[0]
-            await nothing_pending(mesh)
+    assert await believed_cached(mesh, ask(prompt(2)), path) > 0
+    await nothing_pending(mesh)
+
+
+async def test_one_chat_is_one_prefix_whatever_its_interface(mesh: PickerMesh) -> None:
+    await placed(mesh, chat(prompt(4)), headers=post("/v1/chat/completions"))
+    await nothing_pending(mesh)
+    told = []
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages?beta=true"):
+        told.append(await believed_cached(mesh, ASKS[path](prompt(4)), path))
+        await nothing_pending(mesh)
+    assert told[0] == told[1] == told[2] > 0
 
 
 async def test_what_a_fallback_has_answered_is_learnt_there(mesh: PickerMesh) -> None:
@@ -110,7 +145,7 @@ async def test_what_a_fallback_has_answered_is_learnt_there(mesh: PickerMesh) ->
     await nothing_pending(mesh)
 
 
-async def believed_cached(mesh: PickerMesh, body: Any) -> int:
+async def believed_cached(mesh: PickerMesh, body: Any, path: str = "/v1/completions") -> int:
     """Of the next request of that body: the tokens that the conductor takes to be at the engine it chose."""
     seen: list[int] = []
 
@@ -120,7 +155,7 @@ async def believed_cached(mesh: PickerMesh, body: Any) -> int:
 
     spans.use(None, emit)
     try:
-        await placed(mesh, body, headers=post(traceparent=f"00-{7:032x}-{8:016x}-01"))
+        await placed(mesh, body, headers=post(path, traceparent=f"00-{7:032x}-{8:016x}-01"))
     finally:
         spans.use(None)
     (found,) = seen
@@ -177,6 +212,11 @@ async def test_an_slo_that_cannot_be_met_is_429(mesh: PickerMesh) -> None:
         (post(), completion(prompt(7, 4000))),  # longer than its context
         (post("/v1/chat/completions"), {"model": MODEL, "messages": "none"}),
         (post(), {"prompt": "x"}),  # of no model
+        (post("/inference/v1/generate"), {"token_ids": [1], "sampling_params": {}}),
+        (post("/v1/responses"), response("x", previous_response_id="resp_1")),  # the engine has the rest
+        (post("/v1/responses"), response("x") | {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+        (post("/v1/messages"), {"model": MODEL, "messages": [], "max_tokens": 8}),
+        (post(content_encoding="gzip"), gzip.compress(b"{}")),
         ({":method": "GET", ":path": "/v1/models"}, None),
         ({":method": "POST", ":path": "/metrics", "content-type": "text/plain"}, b"no JSON"),
     ],

@@ -82,6 +82,11 @@ class InterfaceBody(ErrorStyle):
         """Whether the client is told token ids: a stream then has a step for tokens without text, too."""
         return False
 
+    @property
+    def refers_to_stored(self) -> bool:
+        """Whether a part of the prompt is what `resolve` fetches."""
+        return False
+
     async def resolve(self, core: GatewayCore, tenant: Tenant) -> None:
         """Fetches what the body refers to, within a deadline of its own."""
 

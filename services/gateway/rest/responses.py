@@ -301,6 +301,11 @@ class ResponseRequest(ServiceFields, InterfaceBody):
 
     # ── what came before ──────────────────────────────────────────────────────────────────────────
 
+    @property
+    def refers_to_stored(self) -> bool:
+        """See InterfaceBody."""
+        return self.previous_response_id is not None or any(item["type"] == "item_reference" for item in self.input)
+
     async def resolve(self, core: GatewayCore, tenant: Tenant) -> None:
         """Fetches earlier responses and the items that the input refers to. Raises InvalidRequest for what is not
         stored or too much, and ResponseStoreUnavailable."""
