@@ -25,6 +25,8 @@ from kvmesh.loading import lasting_imports
 
 log = logging.getLogger("kvmesh.cli.serve")
 
+_NOT_GIVEN = "127.0.0.1:0"  # of the configurations: no port
+
 
 @dataclass(frozen=True)
 class Service:
@@ -225,6 +227,8 @@ def serve(service: str, config: ServiceConfig) -> None:
 def check_peer(key: str, address: str) -> None:
     """ConfigError unless it names a port: without its peer, such a service would wait for ever and be of no use."""
     port = address.rpartition(":")[2]
+    if address == _NOT_GIVEN:
+        raise ConfigError(f"{key}: not given; --{key} HOST:PORT says where it is", field=key)
     if not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"{key}={address!r}: must be HOST:PORT (--{key})", field=key)
 
