@@ -32,7 +32,7 @@ from kvmesh.connectors.vllm.keys import KvContent
 from kvmesh.connectors.vllm.lookup import HeldLookups
 from kvmesh.connectors.vllm.mover import PageMover
 from kvmesh.connectors.vllm.pages import pages_of
-from kvmesh.connectors.vllm.push_worker import PushWorker
+from kvmesh.connectors.vllm.push.worker import PushWorker
 from kvmesh.connectors.vllm.remote import TICKET_BYTES, PageSharing, PushRank, RemotePrefill
 from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError
 from kvmesh.kvcache.keys import Namespace

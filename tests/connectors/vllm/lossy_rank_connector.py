@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvmesh.connectors.vllm.arrivals import ReceivedPages
 from kvmesh.connectors.vllm.book import LoadOrder
 from kvmesh.connectors.vllm.connector import KvmeshConnector
 from kvmesh.connectors.vllm.keys import part_key
 from kvmesh.connectors.vllm.mover import LoadResults, PageMover
-from kvmesh.connectors.vllm.push_worker import PushWorker
-from kvmesh.connectors.vllm.receiver import PageReceiver
+from kvmesh.connectors.vllm.push.arrivals import ReceivedPages
+from kvmesh.connectors.vllm.push.receiver import PageReceiver
+from kvmesh.connectors.vllm.push.worker import PushWorker
 
 __all__ = ["KvmeshConnector"]
 

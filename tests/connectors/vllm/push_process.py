@@ -20,9 +20,9 @@ import numpy as np
 from kvmesh.connectors.vllm.book import HandoffOrders, HoldOrder, ReceiveOrder
 from kvmesh.connectors.vllm.config import ConnectorConfig
 from kvmesh.connectors.vllm.mover import Pages
-from kvmesh.connectors.vllm.push_worker import PushWorker
+from kvmesh.connectors.vllm.push.staging import WorkerPages
+from kvmesh.connectors.vllm.push.worker import PushWorker
 from kvmesh.connectors.vllm.remote import PushRank, RemotePrefill
-from kvmesh.connectors.vllm.staging import WorkerPages
 
 BLOCKS, BYTES, LAYERS = 24, 40_000, 5
 TICKET = bytes(range(16))

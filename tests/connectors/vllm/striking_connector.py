@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.connectors.vllm.connector import KvmeshConnector
-from kvmesh.connectors.vllm.staging import WorkerPages
+from kvmesh.connectors.vllm.push.staging import WorkerPages
 
 __all__ = ["KvmeshConnector"]
 

@@ -18,11 +18,11 @@ import grpc
 import numpy as np
 import pytest
 
-from kvmesh.connectors.vllm.arrivals import ReceivedPages
 from kvmesh.connectors.vllm.book import HandoffOrders, HoldOrder, ReceiveOrder
 from kvmesh.connectors.vllm.mover import Pages
-from kvmesh.connectors.vllm.push_worker import PushWorker
-from kvmesh.connectors.vllm.receiver import NOT_PUSHED
+from kvmesh.connectors.vllm.push.arrivals import ReceivedPages
+from kvmesh.connectors.vllm.push.receiver import NOT_PUSHED
+from kvmesh.connectors.vllm.push.worker import PushWorker
 from kvmesh.connectors.vllm.remote import PushRank, RemotePrefill
 from kvmesh.errors import ConfigError, InvalidRequest, PermissionDenied, ProtocolMismatch
 from kvmesh.rpc import security

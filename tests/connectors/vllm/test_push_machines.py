@@ -11,9 +11,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.connectors.vllm.arrivals import PageArrivals, PushRound, RoundState
 from kvmesh.connectors.vllm.book import HoldOrder, ReceiveOrder
-from kvmesh.connectors.vllm.holds import HeldPages, HoldState
+from kvmesh.connectors.vllm.push.arrivals import PageArrivals, PushRound, RoundState
+from kvmesh.connectors.vllm.push.holds import HeldPages, HoldState
 from kvmesh.connectors.vllm.remote import PushRank, RemotePrefill
 from kvmesh.errors import HandoffLost, InvalidRequest, KvmeshError, PermissionDenied
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kvmesh.connectors.vllm.mover import NOT_SAVED
-from kvmesh.connectors.vllm.receiver import NOT_PUSHED
+from kvmesh.connectors.vllm.push.receiver import NOT_PUSHED
 from kvmesh.rpc.authorisation import CallerRole, Identity
 from kvmesh.rpc.certificates import make_role_certificates
 from tests.connectors.vllm.engines import BLOCK_TOKENS, PYTHON_ENV, python_of_vllm

@@ -10,15 +10,15 @@ import os
 import secrets
 from collections.abc import Collection, Sequence
 
-from kvmesh.connectors.vllm.arrivals import ReceivedPages
 from kvmesh.connectors.vllm.book import HandoffOrders, ReceiveOrder
 from kvmesh.connectors.vllm.config import ConnectorConfig
 from kvmesh.connectors.vllm.counts import WorkerCounts
-from kvmesh.connectors.vllm.endpoint import PushEndpoint
 from kvmesh.connectors.vllm.mover import Pages
-from kvmesh.connectors.vllm.receiver import PageReceiver
+from kvmesh.connectors.vllm.push.arrivals import ReceivedPages
+from kvmesh.connectors.vllm.push.endpoint import PushEndpoint
+from kvmesh.connectors.vllm.push.receiver import PageReceiver
+from kvmesh.connectors.vllm.push.sender import PageSender
 from kvmesh.connectors.vllm.remote import PushRank
-from kvmesh.connectors.vllm.sender import PageSender
 from kvmesh.rpc import security
 from kvmesh.storeclient.config import split_list
 from kvmesh.transfer import EngineConfig, TransferEngine

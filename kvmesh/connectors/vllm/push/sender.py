@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from kvmesh.connectors.vllm.book import HoldOrder
 from kvmesh.connectors.vllm.config import ConnectorConfig
 from kvmesh.connectors.vllm.counts import WorkerCounts
-from kvmesh.connectors.vllm.holds import HeldPages, HoldState
 from kvmesh.connectors.vllm.mover import Pages
-from kvmesh.connectors.vllm.staging import PushStaging, WorkerPages
+from kvmesh.connectors.vllm.push.holds import HeldPages, HoldState
+from kvmesh.connectors.vllm.push.staging import PushStaging, WorkerPages
 from kvmesh.errors import DeadlinePassed, HandoffLost, InvalidRequest, RequestCancelled
 from kvmesh.rpc import protocol
 from kvmesh.rpc.pb import vllm_pb2 as pb

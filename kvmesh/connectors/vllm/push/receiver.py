@@ -12,15 +12,15 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 
-from kvmesh.connectors.vllm.arrivals import PageArrivals, PushRound, ReceivedPages
 from kvmesh.connectors.vllm.book import ReceiveOrder
 from kvmesh.connectors.vllm.config import ConnectorConfig
 from kvmesh.connectors.vllm.counts import WorkerCounts
-from kvmesh.connectors.vllm.endpoint import PushEndpoint
 from kvmesh.connectors.vllm.failures import FailureLog
 from kvmesh.connectors.vllm.mover import Pages
+from kvmesh.connectors.vllm.push.arrivals import PageArrivals, PushRound, ReceivedPages
+from kvmesh.connectors.vllm.push.endpoint import PushEndpoint
+from kvmesh.connectors.vllm.push.staging import PushStaging, WorkerPages
 from kvmesh.connectors.vllm.remote import RemotePrefill
-from kvmesh.connectors.vllm.staging import PushStaging, WorkerPages
 from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.rpc.addresses import is_loopback, split_address
 from kvmesh.rpc.pb import vllm_pb2 as pb
