@@ -1,1 +1,1 @@
-"""Pages of a prompt that one engine pushes to another: windows and rounds of those who receive, holds of those who send."""
+"""Pages of a prompt that one engine pushes to another: windows of those who receive, holds of those who send."""
