@@ -8,13 +8,15 @@ speaks ext-proc (full duplex bodies). A core's rate is told by the CPU seconds t
 its threads together, so that other work on the machine does not count; the wall's rate is told beside it. The limit is
 a server of grpc.aio alone, which answers the same messages with constants and decides nothing: both are asked in turns,
 and `picker_to_limit` is the ratio of their CPU seconds. Latencies are the proxy's: the body's last piece is written
-until the endpoints are read, while 1,000 more streams are open.
+until the endpoints are read, while 1,000 more streams are open: `p99_ms` at half of the goal's rate, `half_core_p99_ms`
+at half of what the core was found to do, which on two cores is most of what they do for proxy, picker and conductor.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import subprocess
@@ -312,17 +314,20 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         held = [asyncio.create_task(one(stub, body, hold, opened)) for body in maker.bodies(args.streams)]
         while len(opened) < len(held):  # noqa: ASYNC110 - each appends to the list
             await asyncio.sleep(0.1)
-        latencies = await open_loop(stub, maker.bodies(args.requests), args.rate or rate / 2)
+        gc.collect()
+        gc.freeze()  # this process' own pauses are not the picker's
+        at_goal = sorted(await open_loop(stub, maker.bodies(args.requests), args.rate))
+        at_half = sorted(await open_loop(stub, maker.bodies(args.requests), rate / 2))
         hold.set()
         await asyncio.gather(*held)
-        held_s = sorted(latencies)
         return {
             "requests": len(bodies), "body_kib": sum(map(len, bodies)) / len(bodies) / 1024,
             **{f"{name}_cpu_ms": 1000 * seconds / len(bodies) for name, seconds in took_s.items()},
             "picker_to_limit": took_s["picker"] / took_s["limit"],
             "decisions_per_core_s": rate, "decisions_per_s": len(bodies) / wall_s, "streams": args.streams,
             "core_ms": core_ms(),
-            "p50_ms": 1000 * quantile(held_s, 0.5), "p99_ms": 1000 * quantile(held_s, 0.99),
+            "rate": args.rate, "p50_ms": 1000 * quantile(at_goal, 0.5), "p99_ms": 1000 * quantile(at_goal, 0.99),
+            "half_core_p50_ms": 1000 * quantile(at_half, 0.5), "half_core_p99_ms": 1000 * quantile(at_half, 0.99),
         }  # fmt: skip
 
 
@@ -336,18 +341,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=1000, help="measured, in each part")
     parser.add_argument("--at-once", type=int, default=16, help="requests at once while the core's rate is measured")
     parser.add_argument("--streams", type=int, default=1000, help="open streams while latencies are measured")
-    parser.add_argument("--rate", type=float, default=0.0, help="decisions a second then; 0: half of the core's rate")
+    parser.add_argument("--rate", type=float, default=GOAL_RATE / 2, help="decisions a second then")
     parser.add_argument("--ready-file", type=Path, help="serve the limit, and write its address there")
     args = parser.parse_args(argv)
     if args.ready_file is not None:
         uvloop.run(serve_limit(args.ready_file))
         return 0
-    found = asyncio.run(measure(args))
+    found = uvloop.run(measure(args))
     for name, value in found.items():
         print(f"{name:22} {value:10.1f}")
     kept = found["decisions_per_core_s"] >= GOAL_RATE, found["p99_ms"] <= GOAL_P99_MS
     print(f"goals: {GOAL_RATE:.0f} decisions/s a core {'kept' if kept[0] else 'missed'}; "
-          f"p99 of {GOAL_P99_MS:.0f} ms at half the rate {'kept' if kept[1] else 'missed'}")  # fmt: skip
+          f"p99 of {GOAL_P99_MS:.0f} ms at {args.rate:.0f}/s {'kept' if kept[1] else 'missed'}")  # fmt: skip
     return 0
 
 

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 
 COLLECT_EVERY = 10_000  # objects made more than gone: between two collections of a service's process
+_MIDDLE, _FULL = 2, 50  # collections before one of the middle generation, and of those before one of all objects
 EVERY_S = 0.5  # of `LastingHeap.tick`
 PATIENCE_S = 5.0  # for a quiet moment
 
@@ -29,9 +30,10 @@ def lasting_imports() -> Iterator[None]:
 @contextlib.contextmanager
 def rare_collections(every: int = COLLECT_EVERY) -> Iterator[None]:
     """Makes collections rare meanwhile: one after `every` objects made more than gone. Reference counts free almost
-    everything; what a request leaves in cycles is small, and `every` bounds how much of it is kept."""
+    everything; what a request leaves in cycles is small, and `every` bounds how much of it is kept. The middle
+    generation is collected while it is small: it holds what calls in progress have, and a pause is as long as it."""
     before = gc.get_threshold()
-    gc.set_threshold(every, *before[1:])
+    gc.set_threshold(every, _MIDDLE, _FULL)
     try:
         yield
     finally:
