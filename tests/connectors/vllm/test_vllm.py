@@ -14,6 +14,7 @@ import pytest
 
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
+from kvmesh.storeclient import ClientConfig, StoreClient
 from tests.connectors.vllm.engines import (
     BLOCK_TOKENS,
     PYTHON_ENV,
@@ -25,6 +26,7 @@ from tests.connectors.vllm.engines import (
     store_processes,
     transfer_config,
 )
+from tests.support.mesh.direct import blocks_at
 from tests.support.services import until
 
 pytestmark = [
@@ -53,9 +55,11 @@ async def _stores(master: str) -> list[store_pb2.StoreStatus]:
     return list(told.stores)
 
 
-async def stored_blocks(master: str, address: str = "") -> int:
-    """Returns how many blocks the pool nodes have, or the one at an address."""
-    return sum(store.usage.blocks for store in await _stores(master) if address in ("", store.member.instance.address))
+async def stored_blocks(master: str, address: str) -> int:
+    """Returns how many of the blocks that lie at a pool node the master knows of. Its own count is some time old."""
+    keys = [*await blocks_at(address)]
+    async with StoreClient(ClientConfig(store=master)) as client:
+        return len(keys) - (await client.exists_many(keys)).count(None)
 
 
 def wait_stored(master: StoreProcess, pool: StoreProcess, blocks: int) -> None:
