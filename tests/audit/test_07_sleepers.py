@@ -20,8 +20,15 @@ LEASE_MS = 3_000
 SLOW_READS = json.dumps({"rules": [{"kind": "delay", "op": "read", "delay_ms": 1_000}]})  # over before a renewal is due
 
 
-@pytest.mark.parametrize("slept", ["suspended", "paused"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "slept"),
+    [
+        ("shm", "suspended"),
+        ("tcp", "paused"),
+        pytest.param("shm", "paused", marks=pytest.mark.long),
+        pytest.param("tcp", "suspended", marks=pytest.mark.long),
+    ],
+)
 async def test_a_node_that_slept_past_its_lease_seals_nothing_of_it(
     tmp_path: Path, transport: str, slept: Slept
 ) -> None:
@@ -53,8 +60,17 @@ async def test_a_node_that_slept_past_its_lease_seals_nothing_of_it(
             assert end["arrived"] == [] and "lease" in end["cause"]
 
 
-@pytest.mark.parametrize("slept", ["suspended", "paused"])
-@pytest.mark.parametrize(("transport", "into"), [("shm", True), ("tcp", True), ("tcp", False)])
+@pytest.mark.parametrize(
+    ("transport", "into", "slept"),
+    [
+        ("shm", True, "paused"),
+        ("tcp", True, "suspended"),
+        ("tcp", False, "paused"),
+        pytest.param("shm", True, "suspended", marks=pytest.mark.long),
+        pytest.param("tcp", True, "paused", marks=pytest.mark.long),
+        pytest.param("tcp", False, "suspended", marks=pytest.mark.long),
+    ],
+)
 async def test_a_client_that_slept_past_its_lease_gets_nothing_of_it(
     tmp_path: Path, transport: str, into: bool, slept: Slept
 ) -> None:

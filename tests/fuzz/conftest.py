@@ -1,4 +1,4 @@
-"""Noise at every entry point, for FUZZ_S seconds each (2; `make soak`: 60).
+"""Noise at every entry point, for FUZZ_S seconds each (1; `make soak`: 60).
 
 FUZZ_SEED=N runs one again. What was sent when a check failed is kept under tests/fuzz/seeds/ENTRY/ and is sent
 first by every later run: commit it with the mend. (Services take variables that begin with KVMESH_ for settings.)"""
@@ -22,7 +22,7 @@ class Noise:
     """One run at one entry point: its randomness, its time, and the inputs that have failed here before."""
 
     def __init__(self, entry: str) -> None:
-        self.seconds = float(os.environ.get("FUZZ_S", "2"))
+        self.seconds = float(os.environ.get("FUZZ_S", "1"))
         self.seed = int(os.environ.get("FUZZ_SEED", "1"))
         self.rng = random.Random(f"{entry} {self.seed}")
         self.sent = 0

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ pytestmark = [
 
 MODEL = "demo-model"
 WAIT_S = 120.0
+POLL_S = 1.2  # a server is read once a second (`poll_ms`), and its answer takes a moment
 FORGOTTEN_S = 11.0  # conductors forget promised blocks of kvmesh's own instances by then (`confirmed_s`)
 
 
@@ -105,12 +107,15 @@ class Proxied:
         await until(none)
 
     async def idle(self) -> None:
-        """Nothing is left, and the conductor knows that no server has work: their loads are read every second."""
+        """Nothing is left, and the conductor knows: what it heard last was read of the servers since then."""
         await self.nothing_left()
+        since = time.monotonic()
 
         async def none() -> bool:
-            loads = [one.load for one in (await self.engines()).values()]
-            return not any(one.running_requests or one.queued_requests for one in loads)
+            asked, found = time.monotonic(), (await self.engines()).values()
+            heard = asked - max(one.silent_ms for one in found) / 1000
+            busy = any(one.load.running_requests or one.load.queued_requests for one in found)
+            return not busy and heard > since + POLL_S
 
         await until(none)
 
