@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from tests.support.services import START_S
 from tests.support.store_clients import Stores, stores
 
 
 @contextlib.contextmanager
-def in_thread(*nodes: str) -> Iterator[Stores]:
+def in_thread(*nodes: str, **settings: Any) -> Iterator[Stores]:
     """Its nodes must not be stopped from here."""
     started = threading.Event()
     found: dict[str, object] = {}
@@ -20,7 +21,7 @@ def in_thread(*nodes: str) -> Iterator[Stores]:
     async def serve() -> None:
         found["stop"] = stop = asyncio.Event()
         found["loop"] = asyncio.get_running_loop()
-        async with stores(*nodes) as made:
+        async with stores(*nodes, **settings) as made:
             found["stores"] = made
             started.set()
             await stop.wait()
