@@ -287,13 +287,15 @@ _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine says of itself in /metrics. `block_tokens` and `blocks` are 0 where it does not say."""
+    """What an engine says of itself in /metrics. `block_tokens` and `blocks` are 0 where it does not say;
+    `keeps_prefixes` is False where it says that it does not."""
 
     waiting: int = 0
     running: int = 0
     used_share: float = 0.0  # of its KV cache
     block_tokens: int = 0
     blocks: int = 0
+    keeps_prefixes: bool = True
 
 
 def load_of(text: str, model: str) -> EngineLoad:
@@ -302,6 +304,7 @@ def load_of(text: str, model: str) -> EngineLoad:
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     block_tokens = blocks = 0
+    keeps_prefixes = True
     for line in text.splitlines():
         if not line.startswith("vllm:"):
             continue
@@ -313,6 +316,7 @@ def load_of(text: str, model: str) -> EngineLoad:
         if name == "vllm:cache_config_info":
             block_tokens = max(block_tokens, _count(labels.get("block_size", "")))
             blocks += _count(labels.get("num_gpu_blocks", ""))
+            keeps_prefixes = keeps_prefixes and labels.get("enable_prefix_caching") != "False"
         elif name in _GAUGES:
             try:
                 value = float(sample[3])
@@ -330,6 +334,7 @@ def load_of(text: str, model: str) -> EngineLoad:
         min(1.0, used),
         min(MAX_COUNT, block_tokens),
         min(MAX_COUNT, blocks),
+        keeps_prefixes,
     )
 
 

@@ -86,6 +86,7 @@ class EngineFacts:
     max_context_tokens: int
     block_tokens: int
     blocks: int
+    keeps_prefixes: bool = True
 
 
 def card_of(folder: ModelFolder, facts: EngineFacts) -> pb.ModelCard:

@@ -100,7 +100,11 @@ class ExternalInstance:
         self._reported = ReportedBlocks(self.blocks, root, self._said.block_tokens, self._said.blocks)
         self._knowledge = False, ""  # what was said last: whether it is exact, and why not
         self._reader: KvEventReader | None = None
-        if endpoint.kv_events is not None and facts is not None:
+        if not self._said.keeps_prefixes:
+            log.warning("external instance %s: its engine keeps no prefixes", endpoint.name)
+            names.EXTERNAL_EXACT.labels(instance_id=endpoint.name).set(True)
+            self.blocks.report(())  # as if it reported that it holds none
+        elif endpoint.kv_events is not None and facts is not None:
             self._reader = KvEventReader(
                 endpoint.kv_events,
                 self._reported,
@@ -131,7 +135,7 @@ class ExternalInstance:
             capacity_blocks=self._said.blocks,
             max_running_requests=self._most,
             http_url=self.endpoint.url,
-            knowledge=_KNOWLEDGE[self._reported.exact],
+            knowledge=_KNOWLEDGE[self._reported.exact or not self._said.keeps_prefixes],
         )
 
     def report(self) -> conductor_pb2.HeartbeatRequest:
@@ -364,6 +368,7 @@ class _Answer:
         # The keys of the answer's blocks follow from the prompt's last full block.
         self._digest = start.chain_digest if len(start.chain_digest) == DIGEST_BYTES else b""
         self._tail = bytearray(start.token_ids[len(self._keys) * size * TOKEN_BYTES :])
+        self._newest: list[int] = []  # the last token: its KV is computed with the next one, if there is one
         self._block_bytes = size * TOKEN_BYTES
 
     async def run(self) -> decode_pb2.Finished:
@@ -438,7 +443,9 @@ class _Answer:
         """The engine keeps the answer's blocks, too."""
         if not self._digest:
             return
-        self._tail += pack_tokens(ids)
+        computed = [*self._newest, *ids]
+        self._newest = [computed.pop()]
+        self._tail += pack_tokens(computed)
         grown = False
         while len(self._tail) >= self._block_bytes:
             key, self._digest = extend(self._digest, bytes(self._tail[: self._block_bytes]))
@@ -466,9 +473,8 @@ async def find(
     if not longest:
         why = "neither /v1/models (max_model_len) nor config.json (max_position_embeddings) tells"
         raise InternalError(f"max_context_tokens=0: {why}: give --max-context-tokens")
-    return EngineFacts(
-        model.name, interface, longest, load.block_tokens or config.block_tokens, load.blocks or config.blocks
-    )
+    block_tokens, blocks = load.block_tokens or config.block_tokens, load.blocks or config.blocks
+    return EngineFacts(model.name, interface, longest, block_tokens, blocks, load.keeps_prefixes)
 
 
 def _unknown_engine(config: ExternalConfig, folder: ModelFolder) -> EngineFacts:

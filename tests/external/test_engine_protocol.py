@@ -184,6 +184,9 @@ def test_loads_of_several_engines_of_one_server() -> None:
     assert load_of(METRICS, "other").running == 50
     with pytest.raises(InternalError, match="num_requests_running"):
         load_of(METRICS, "third")
+    for told, keeps in (("True", True), ("False", False)):
+        text = METRICS.replace('engine="1",num_gpu', f'enable_prefix_caching="{told}",engine="1",num_gpu')
+        assert load_of(text, "m").keeps_prefixes is keeps
 
 
 @given(st.text(max_size=200))

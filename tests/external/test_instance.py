@@ -58,6 +58,7 @@ class ScriptedEngine:
     generates: bool = True
     blocks: int = 64
     running: int = 0  # of others
+    caching: bool = True
     asked: list[dict[str, Any]] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
@@ -92,7 +93,8 @@ class ScriptedEngine:
             return json.dumps({"data": [{"id": "theirs", "max_model_len": 100}]}).encode()
         return (
             f'vllm:num_requests_running{{model_name="theirs"}} {self.running}\n'
-            f'vllm:cache_config_info{{model_name="theirs",block_size="{BLOCK}",num_gpu_blocks="{self.blocks}"}} 1\n'
+            f'vllm:cache_config_info{{model_name="theirs",block_size="{BLOCK}",num_gpu_blocks="{self.blocks}",'
+            f'enable_prefix_caching="{self.caching}"}} 1\n'
         ).encode()
 
     def _answer(self, writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
@@ -154,15 +156,23 @@ class World:
     async def ready(self) -> conductor_pb2.InstanceStatus:
         return await self.known(lambda one: one.ready)
 
-    async def ask(self, sink: Sink, *, deadline_ms: int = 30_000, credit: int = 64, **sampling: Any) -> Any:
+    async def ask(
+        self,
+        sink: Sink,
+        prompt: Sequence[int] = PROMPT,
+        *,
+        deadline_ms: int = 30_000,
+        credit: int = 64,
+        **sampling: Any,
+    ) -> Any:
         one = await self.ready()
         namespace = Namespace(fingerprint=one.card.fingerprint, kv_dtype="")
-        keys, digest = chain_tip(namespace, pack_tokens(PROMPT), one.card.block_tokens)
+        keys, digest = chain_tip(namespace, pack_tokens(prompt), one.card.block_tokens)
         session = await self.sessions.get(one.instance)
         start = decode_pb2.StartRequest(
             request_id=f"r{len(self.engine.asked)}",
             model_fingerprint=one.card.fingerprint,
-            token_ids=pack_tokens(PROMPT),
+            token_ids=pack_tokens(prompt),
             block_keys=keys,
             chain_digest=digest,
             sampling=common_pb2.SamplingParams(**{"max_tokens": 3, "top_p": 1.0, **sampling}),
@@ -193,11 +203,15 @@ class World:
 
 @contextlib.asynccontextmanager
 async def started(
-    folder: Path, kv_events: KvEventsAddress | None = None, times: dict[str, Any] | None = None, **told: Any
+    folder: Path,
+    kv_events: KvEventsAddress | None = None,
+    times: dict[str, Any] | None = None,
+    caching: bool = True,
+    **told: Any,
 ) -> AsyncIterator[World]:
     """A world of patience: a busy machine stands still for seconds. Who waits for its end gives shorter `times`."""
     (folder / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 2, "max_position_embeddings": 512}')
-    engine = ScriptedEngine()
+    engine = ScriptedEngine(caching=caching)
     async with contextlib.AsyncExitStack() as stack:
         server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
         stack.callback(server.close)
@@ -252,6 +266,27 @@ async def test_answers_loads_and_blocks(world: World) -> None:
     await world.ask(last)
     assert (await asyncio.wait_for(last.end, 30)).cached_tokens == 0  # another engine holds nothing
     assert world.engine.asked[-1]["path"] == "/v1/completions" and world.engine.asked[-1]["prompt"] == PROMPT
+
+
+async def test_the_last_token_of_an_answer_is_not_computed(world: World) -> None:
+    world.engine.pieces = [event(1), event(2, finish="length"), DONE]  # 12 tokens, the last of three blocks among them
+    sink = Sink()
+    await world.ask(sink, max_tokens=2)
+    await asyncio.wait_for(sink.end, 30)
+    for known in (8, 12):  # the next turn computes it
+        turn = Sink()
+        await world.ask(turn, [*PROMPT, 1, 2, 3], max_tokens=2)
+        assert (await asyncio.wait_for(turn.end, 30)).cached_tokens == known
+
+
+async def test_an_engine_that_keeps_no_prefixes_is_known_to_hold_none(tmp_path: Path) -> None:
+    async with started(tmp_path, caching=False) as world:
+        for _ in range(2):
+            sink = Sink()
+            await world.ask(sink)
+            assert (await asyncio.wait_for(sink.end, 30)).cached_tokens == 0
+        told = await world.known(lambda one: one.ready)
+        assert (told.indexed_blocks, told.knowledge) == (0, conductor_pb2.BLOCK_KNOWLEDGE_EXACT)
 
 
 @pytest.mark.parametrize(
