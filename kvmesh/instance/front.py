@@ -341,6 +341,9 @@ class Front:
     def _rank_lost(self, _: int, cause: str) -> None:
         if self._lost:
             return  # the others end because the first did
+        # One that is killed is the cause, though another one, which was in a step with it, may be heard first.
+        ranks = (rank for front in self.together for rank in front.ranks)
+        cause = next(filter(None, (rank.killed() for rank in ranks)), cause)
         for front in self.together:
             front.lose(cause)
         self.on_rank_lost(cause)

@@ -237,6 +237,12 @@ class RankClient:
             return "closed its socket"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
+    def killed(self) -> str:
+        """Returns which signal has killed the rank's process, as a cause; "" while it runs, and when it ended by
+        itself."""
+        code = self._process.poll() if self._process else None
+        return f"{self._name} {self._end()}" if code is not None and code < 0 else ""
+
     def _detach(self) -> None:
         if not self._closing:
             self._link = None  # nothing of it is wanted any more, and its end is waited for no longer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,18 @@ async def test_a_rank_that_is_lost_is_lost_to_all_places_and_told_once(tmp_path:
         front._rank_lost(0, f"a rank of {front.instance_id} has ended")
     assert lost == ["a rank of d0.dp1 has ended"]
     assert {front.not_ready_reason for front in fronts} == set(lost)
+
+
+async def test_a_rank_that_was_killed_is_the_cause_whoever_is_heard_first(tmp_path: Path) -> None:
+    lost: list[str] = []
+    (front,) = places(tmp_path, "tp=2", lost)
+    with subprocess.Popen(["sleep", "60"]) as process:  # noqa: ASYNC220  it stands for a rank
+        front.ranks[1]._process = process
+        assert not front.ranks[1].killed()
+        process.kill()
+        process.wait()
+    front._rank_lost(0, "rank 0 gave up: rank 0 lost the other ranks in a step")
+    assert lost == [f"rank 1 (pid {process.pid}) was killed by SIGKILL"]
 
 
 async def test_weights_of_shared_experts_change_while_all_places_are_paused(tmp_path: Path) -> None:

@@ -62,6 +62,16 @@ class Walk:
         self.running, self.direct = running, direct
         self.addresses = running.mesh.addresses
 
+    @classmethod
+    async def of(cls, running: Running, epoch: int) -> Walk:
+        """Waits until the conductor has heard that these weights are served."""
+
+        async def heard() -> Direct | None:
+            direct = await Direct.of(running)
+            return direct if direct.card.weights_epoch == epoch else None
+
+        return cls(running, await until(heard, f"epoch {epoch} at the conductor"))
+
     async def asked(self, tokens: list[int], prefill: str, **more: Any) -> Any:
         answer = await self.direct.generate(
             tokens, ANSWER, prefill=prefill, decode="decode-0", timeout_s=120, temperature=0.0, **more
@@ -107,8 +117,8 @@ async def test_no_token_comes_of_older_kv(
     in_pages, in_pool, on_ssd, running_on = (prompt(seed, LENGTH, VOCAB) for seed in (1, 2, 3, 4))
     async with mesh(old, prefill=2, pool=1, block_tokens=BLOCK, memory_mb=16, flags=flags) as running:
         async with RolloutClient(running.http) as trainer:
-            await trainer.update_weights(path=str(old))  # an epoch of its own: no old block is one of a checkpoint
-            walk = Walk(running, await Direct.of(running))
+            first = await trainer.update_weights(path=str(old))  # of its own: no old block is one of a checkpoint
+            walk = await Walk.of(running, first.epoch)
             before = walk.direct.keys
             for tokens in (on_ssd, in_pool):
                 said = await walk.asked(tokens, "prefill-0")
@@ -138,8 +148,7 @@ async def test_no_token_comes_of_older_kv(
             colours = [FIRST_TOKEN + (epoch == update.epoch) for epoch in sample.token_epochs]
             assert len(set(colours)) == 2 and sample.token_ids == colours, "an answer in flight"
 
-        walk = Walk(running, await Direct.of(running))
-        assert walk.direct.card.weights_epoch == update.epoch
+        walk = await Walk.of(running, update.epoch)
         asked = {
             "device pages": await walk.asked(in_pages, "prefill-0"),
             "pool": await walk.asked(in_pool, "prefill-1", pulls=[("pool-0", 0, BLOCKS)]),
