@@ -12,7 +12,8 @@ MOST = 1024  # counts at once: beyond that, the oldest ends
 
 @dataclass(slots=True)
 class ReadCount:
-    """So many requests and bytes were served; the first came at `start_ns`, the last ended at `end_ns` (monotonic)."""
+    """So many requests and bytes were served, or are being sent; the first came at `start_ns`, the last ended at
+    `end_ns` (monotonic)."""
 
     reads: int = 0
     nbytes: int = 0
@@ -27,6 +28,7 @@ class _Watched:
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     count: ReadCount = field(default_factory=ReadCount)
+    sending: int = 0  # requests
 
     def overlap(self, offset: int, length: int) -> int:
         """Returns how many of these bytes are watched."""
@@ -62,15 +64,21 @@ class ServedReads:
                 del self._watched[next(iter(self._watched))]
             self.watching = True
 
-    def unwatch(self, name: Hashable) -> ReadCount | None:
-        """Ends a count and returns it; None when there is none of this name."""
+    def unwatch(self, name: Hashable, now_ns: int) -> ReadCount | None:
+        """Ends a count and returns it; None when there is none of this name. What is still being sent ends now: its
+        reader may have all of it, and have said so."""
         with self._lock:
             watched = self._watched.pop(name, None)
             self.watching = bool(self._watched)
-        return None if watched is None else watched.count
+        if watched is None:
+            return None
+        if watched.sending:
+            watched.count.end_ns = now_ns
+        return watched.count
 
-    def served(self, offsets: Sequence[int], lengths: Sequence[int], start_ns: int, end_ns: int) -> None:
-        """Notes that a request for these ranges, which came at `start_ns`, was served until `end_ns`."""
+    def begin(self, offsets: Sequence[int], lengths: Sequence[int], start_ns: int) -> None:
+        """Counts a request for these ranges, which came at `start_ns` and is answered next: before its reader can have
+        the last byte, which then gives back the lease and ends the count."""
         with self._lock:
             for watched in self._watched.values():
                 nbytes = sum(map(watched.overlap, offsets, lengths))
@@ -78,6 +86,14 @@ class ServedReads:
                     continue
                 count = watched.count
                 count.start_ns = min(count.start_ns or start_ns, start_ns)
-                count.end_ns = max(count.end_ns, end_ns)
                 count.reads += 1
                 count.nbytes += nbytes
+                watched.sending += 1
+
+    def end(self, offsets: Sequence[int], lengths: Sequence[int], end_ns: int) -> None:
+        """Notes that a request that was begun was sent until `end_ns`."""
+        with self._lock:
+            for watched in self._watched.values():
+                if watched.sending and any(map(watched.overlap, offsets, lengths)):
+                    watched.sending -= 1
+                    watched.count.end_ns = max(watched.count.end_ns, end_ns)

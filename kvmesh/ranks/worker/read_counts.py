@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import TransferEngine
 
@@ -12,7 +14,7 @@ def count_reads(engine: TransferEngine, message: m.WatchReads | m.UnwatchReads) 
     if isinstance(message, m.WatchReads):
         reads.watch(message.ticket, message.offsets, message.sizes)
         return None
-    count = reads.unwatch(message.ticket)
+    count = reads.unwatch(message.ticket, time.monotonic_ns())
     if count is None:
         return None
     return m.ReadsServed(message.ticket, count.reads, count.nbytes, count.start_ns, count.end_ns)

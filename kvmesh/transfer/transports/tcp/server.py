@@ -154,9 +154,13 @@ class TcpAccepted(Accepted):
                 regions.append(region)
             views = [r.slice_at(o, n) for r, o, n in zip(regions, offsets, lengths, strict=True)]
             head = wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, asked.nbytes)
-            wire.send_views(self.stream, [memoryview(head), *views], wire.HEAD_BYTES + asked.nbytes)
             if start_ns:
-                segment.reads.served(offsets, lengths, start_ns, time.monotonic_ns())
+                segment.reads.begin(offsets, lengths, start_ns)
+            try:
+                wire.send_views(self.stream, [memoryview(head), *views], wire.HEAD_BYTES + asked.nbytes)
+            finally:
+                if start_ns:
+                    segment.reads.end(offsets, lengths, time.monotonic_ns())
         finally:
             for region in regions:
                 segment.unuse(region)
