@@ -114,11 +114,11 @@ def kvmesh(args: argparse.Namespace, folder: Path) -> Iterator[Connector]:
     layers = int(fields_of(args)["num_hidden_layers"])
     parts = len(split_layers([page_bytes(fields_of(args))] * layers, 1 << 20))
     wanted = args.tokens // BLOCK_TOKENS * parts * (args.rounds + 1)
-    with store_processes(folder, memory_mb=args.memory_mb) as (master, _):
+    with store_processes(folder, memory_mb=args.memory_mb) as (master, pool):
 
         def saved() -> None:
             async def there() -> bool:
-                return await stored_blocks(master.address) >= wanted
+                return await stored_blocks(master.address, pool.address) >= wanted
 
             asyncio.run(until(there, 120.0))
 
