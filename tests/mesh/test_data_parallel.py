@@ -27,7 +27,7 @@ from tests.support.reference import assert_matches_reference
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 TOKENS, BLOCK = 12, 16
-ANSWERS, LONG = 6, 150
+ANSWERS, LONG = 6, 600  # so long that none is over when the last one has begun
 PREFILLS, DECODES, BOTH = (("prefill-0", "prefill-0.dp1"), ("decode-0", "decode-0.dp1"), ("coupled-0", "coupled-0.dp1"))
 
 
