@@ -85,24 +85,28 @@ def take(worker: PushWorker, where: RemotePrefill, targets: tuple[int, ...], fir
     return received(worker)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_what_one_holds_another_receives(transport: str) -> None:
+def check_pushed(prefill: PushWorker, decode: PushWorker, mine: list[Pages], theirs: list[Pages]) -> None:
     """A staging takes five blocks, so they come in several windows; the first two are at the decode side already."""
-    mine, theirs = pages(1), pages(2)
     before = [layer.copy() for layer in theirs]
     targets = tuple(BLOCKS - 1 - at for at in range(BLOCKS - 6))
+    hold(prefill)
+    over = take(decode, source(prefill.place), targets, first=2)
+    assert not over.failed_pages and not over.late
+    assert until(lambda: decode.windows_of(prefill.place.engine) == 0)
+    for layer in range(LAYERS):
+        assert np.array_equal(theirs[layer][list(targets)], mine[layer][2 : BLOCKS - 4])
+        assert np.array_equal(theirs[layer][:6], before[layer][:6])
+    assert until(prefill.freed) == {"r"}
+    counts, told = prefill.take_counts(), decode.take_counts()
+    assert counts["blocks_pushed"] == told["blocks_received"] == BLOCKS - 6 and counts["pushes"] > 1
+    assert told["bytes_received"] == (BLOCKS - 6) * LAYERS * BYTES and counts["holds_lapsed"] == 0
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_what_one_holds_another_receives(transport: str) -> None:
+    mine, theirs = pages(1), pages(2)
     with sender(mine, transport) as prefill, receiver(theirs, transport) as decode:
-        hold(prefill)
-        over = take(decode, source(prefill.place), targets, first=2)
-        assert not over.failed_pages and not over.late
-        assert until(lambda: decode.windows_of(prefill.place.engine) == 0)
-        for layer in range(LAYERS):
-            assert np.array_equal(theirs[layer][list(targets)], mine[layer][2 : BLOCKS - 4])
-            assert np.array_equal(theirs[layer][:6], before[layer][:6])
-        assert until(prefill.freed) == {"r"}
-        counts, told = prefill.take_counts(), decode.take_counts()
-        assert counts["blocks_pushed"] == told["blocks_received"] == BLOCKS - 6 and counts["pushes"] > 1
-        assert told["bytes_received"] == (BLOCKS - 6) * LAYERS * BYTES and counts["holds_lapsed"] == 0
+        check_pushed(prefill, decode, mine, theirs)
 
 
 def test_pages_of_a_decode_that_never_comes_are_given_back() -> None:

@@ -7,9 +7,9 @@ import numpy as np
 
 from kvmesh.connectors.vllm.book import LoadOrder, SaveOrder
 from kvmesh.connectors.vllm.mover import LoadResults
-from tests.connectors.vllm.push_process import BLOCKS, BYTES, LAYERS, pages, source
+from tests.connectors.vllm.push_process import LAYERS, pages
 from tests.connectors.vllm.test_mover import keys, loaded, mover, save
-from tests.connectors.vllm.test_push import hold, receiver, sender, take, until
+from tests.connectors.vllm.test_push import check_pushed, receiver, sender
 from tests.support.threads import in_thread
 
 GUEST = {"rails": 2, "timeout_s": 400, "memory_mb": 3072}
@@ -19,18 +19,8 @@ SLOW = {"push_timeout_ms": 60_000, "load_timeout_ms": 60_000, "save_timeout_ms":
 
 def test_pages_are_pushed() -> None:
     mine, theirs = pages(1), pages(2)
-    before = [layer.copy() for layer in theirs]
-    targets = tuple(BLOCKS - 1 - at for at in range(BLOCKS - 6))
     with sender(mine, "rdma", **A, **SLOW) as prefill, receiver(theirs, "rdma", **B, **SLOW) as decode:
-        hold(prefill)
-        over = take(decode, source(prefill.place), targets, first=2)
-        assert not over.failed_pages and not over.late
-        assert until(lambda: decode.windows_of(prefill.place.engine) == 0)
-        for layer in range(LAYERS):
-            assert np.array_equal(theirs[layer][list(targets)], mine[layer][2 : BLOCKS - 4])
-            assert np.array_equal(theirs[layer][:6], before[layer][:6])
-        assert until(prefill.freed) == {"r"}
-        assert decode.take_counts()["bytes_received"] == (BLOCKS - 6) * LAYERS * BYTES
+        check_pushed(prefill, decode, mine, theirs)
 
 
 def test_pages_are_saved_in_a_pool_and_loaded_from_it() -> None:
